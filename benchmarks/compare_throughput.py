@@ -1,0 +1,78 @@
+"""Compare a gpt-oss-20b-sized layer with its checkpoint, beside a plain copy of the same bytes.
+
+python benchmarks/compare_throughput.py
+"""
+
+from __future__ import annotations
+
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from random_checkpoint import write_random_checkpoint
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from gptoss_debug.checkpoints.names import PARTS, Part
+from gptoss_debug.checkpoints.reader import Checkpoint
+from gptoss_debug.diagnosis.compare import compare_rank
+from gptoss_debug.layouts.catalog import BACKENDS, Placement, chain_for
+
+REPEATS = 5
+
+
+def best(function: Callable[[], object]) -> float:
+    times = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint = Checkpoint.open(write_random_checkpoint(Path(directory) / "model"))
+        live = Path(directory) / "live.safetensors"
+        kind = BACKENDS["marlin"]
+        save_file(
+            {
+                part: chain_for(part, "mxfp4", kind, checkpoint.config).forward(checkpoint.read_expert(0, part))
+                for part in PARTS
+            },
+            live,
+        )
+
+        def fetch(layer: int, part: Part, experts: slice) -> torch.Tensor:
+            with safe_open(live, framework="pt") as handle:
+                return handle.get_slice(part)[experts]
+
+        def compare() -> None:
+            results = compare_rank(fetch, checkpoint, "marlin", Placement(), progress=False)
+            assert {result.status for result in results} == {"exact"}, "the layer should be exact"
+
+        sources = [checkpoint.read_expert(0, part) for part in PARTS]
+        size = sum(tensor.numel() * tensor.element_size() for tensor in sources)
+        targets = [torch.empty_like(tensor) for tensor in sources]
+
+        def copy() -> None:
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source)
+
+        copied = best(copy)
+        sources.clear()
+        targets.clear()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        compared = best(compare)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(f"checkpoint bytes of the layer: {size / 1e6:.0f} MB; {torch.get_num_threads()} threads")
+        print(f"plain copy: {copied:.3f} s, {size / copied / 1e9:.2f} GB/s")
+        print(f"compare:    {compared:.3f} s, {size / compared / 1e9:.2f} GB/s; {compared / copied:.1f} times the copy")
+        print(f"peak memory of the process: {peak / 1024:.0f} MiB, {(peak - before) / 1024:.0f} MiB above the copy's")
+
+
+if __name__ == "__main__":
+    main()

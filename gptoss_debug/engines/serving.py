@@ -1,0 +1,89 @@
+"""A real ``vllm.LLM``: start it, let it complete prompts, reach its model, shut it down."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from gptoss_debug.engines.vllm_adapter import check_backend, engine_args, prepare_process
+from gptoss_debug.layouts.catalog import BackendName
+
+
+def open_engine(model: Path, *, backend: BackendName = "marlin", tp: int = 1, **options: Any) -> Any:
+    """Start a real ``vllm.LLM`` on the model; with one rank its model is in this process.
+
+    Parameters
+    ----------
+    model, backend, tp
+        As for :func:`loaded_model`.
+    options
+        Further arguments of ``vllm.LLM``.
+
+    Raises
+    ------
+    EngineError
+        If vLLM is not installed, or chose another backend than the one asked for.
+    """
+    prepare_process()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    from vllm import LLM
+
+    with _threads_for_workers(tp):
+        engine = LLM(**engine_args(model, backend, tp, **options))
+    engine.apply_model(_BackendCheck(backend))
+    return engine
+
+
+@contextlib.contextmanager
+def _threads_for_workers(ranks: int) -> Iterator[None]:
+    """Give each worker process its share of the cores: two OpenMP teams on the same cores spin against each other."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    if ranks > 1 and before is None:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("OMP_NUM_THREADS", None)
+
+
+@dataclass(frozen=True)
+class _BackendCheck:
+    """A picklable check, sent to every worker."""
+
+    backend: BackendName
+
+    def __call__(self, model: nn.Module) -> None:
+        check_backend(model, self.backend)
+
+
+def complete(engine: Any, prompts: list[str], max_tokens: int = 48) -> list[list[int]]:
+    """Return the greedy continuations of the prompts, as token ids."""
+    from vllm import SamplingParams
+
+    outputs = engine.generate(list(prompts), SamplingParams(temperature=0.0, max_tokens=max_tokens), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def close_engine(engine: Any) -> None:
+    """Shut an engine down, its worker processes and the process group included."""
+    engine.llm_engine.engine_core.shutdown()
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+
+
+def engine_model(engine: Any) -> nn.Module:
+    """Return the model of an in-process engine."""
+    return engine.apply_model(_identity)[0]
+
+
+def _identity(model: nn.Module) -> nn.Module:
+    return model
