@@ -1,10 +1,10 @@
-"""A real ``vllm.LLM``: start it, let it complete prompts, reach its model, shut it down."""
+"""A real ``vllm.LLM``: start it, let it complete prompts, shut it down."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from gptoss_debug.engines.vllm_adapter import check_backend, engine_args, prepare_process
+from gptoss_debug.environ import variables
 from gptoss_debug.layouts.catalog import BackendName
 
 
@@ -35,23 +36,12 @@ def open_engine(model: Path, *, backend: BackendName = "marlin", tp: int = 1, **
     os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     from vllm import LLM
 
-    with _threads_for_workers(tp):
+    # Each worker process gets its share of the cores: two OpenMP teams on the same cores spin against each other.
+    share = str(max(1, (os.cpu_count() or 1) // tp))
+    with variables(OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", share)) if tp > 1 else nullcontext():
         engine = LLM(**engine_args(model, backend, tp, **options))
     engine.apply_model(_BackendCheck(backend))
     return engine
-
-
-@contextlib.contextmanager
-def _threads_for_workers(ranks: int) -> Iterator[None]:
-    """Give each worker process its share of the cores: two OpenMP teams on the same cores spin against each other."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    if ranks > 1 and before is None:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop("OMP_NUM_THREADS", None)
 
 
 @dataclass(frozen=True)
@@ -64,7 +54,7 @@ class _BackendCheck:
         check_backend(model, self.backend)
 
 
-def complete(engine: Any, prompts: list[str], max_tokens: int = 48) -> list[list[int]]:
+def complete(engine: Any, prompts: Sequence[str], max_tokens: int = 48) -> list[list[int]]:
     """Return the greedy continuations of the prompts, as token ids."""
     from vllm import SamplingParams
 
@@ -78,12 +68,3 @@ def close_engine(engine: Any) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     cleanup_dist_env_and_memory()
-
-
-def engine_model(engine: Any) -> nn.Module:
-    """Return the model of an in-process engine."""
-    return engine.apply_model(_identity)[0]
-
-
-def _identity(model: nn.Module) -> nn.Module:
-    return model

@@ -22,12 +22,11 @@ from torch import nn
 from gptoss_debug.checkpoints.names import PARTS, Part, layer_of
 from gptoss_debug.engines import marlin_cpu
 from gptoss_debug.engines.environment import Environment, release, vllm_version
+from gptoss_debug.environ import variables
 from gptoss_debug.errors import EngineError
 from gptoss_debug.layouts import catalog
 from gptoss_debug.layouts.catalog import BackendName, Placement
 from gptoss_debug.layouts.probe import LayoutProbe, probe
-
-_MOE = "vllm.model_executor.layers.fused_moe"
 
 # What vLLM's moe_backend option calls the backends of layouts.catalog.
 _MOE_BACKENDS: dict[BackendName, str] = {
@@ -233,9 +232,8 @@ def loaded_model(
     config = EngineArgs(**options).create_engine_config()
     gloo = current_platform.is_cpu()
     address = address or f"tcp://127.0.0.1:{free_port()}"
-    # Names the ranks' shared memory; vLLM's executors set it for their workers.
-    os.environ.setdefault("VLLM_DIST_IDENT", address.rpartition(":")[2])
-    with set_current_vllm_config(config):
+    # The variable names the ranks' shared memory; vLLM's executors set it for their workers.
+    with variables(VLLM_DIST_IDENT=address.rpartition(":")[2]), set_current_vllm_config(config):
         parallel_state.init_distributed_environment(
             placement.size,
             placement.rank,
@@ -246,8 +244,7 @@ def loaded_model(
         try:
             parallel_state.ensure_model_parallel_initialized(placement.size, 1)
             loader = get_model_loader(config.load_config)
-            with _shared_threads(placement.size):
-                loaded = loader.load_model(vllm_config=config, model_config=config.model_config)
+            loaded = loader.load_model(vllm_config=config, model_config=config.model_config)
             check_backend(loaded, backend)
             yield loaded
         finally:
@@ -260,16 +257,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-@contextlib.contextmanager
-def _shared_threads(ranks: int) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, threads // ranks))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 # ------------------------------------------------------------------------------------ the loaded model

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gptoss_debug.diagnosis.verdict import Verdict
+from gptoss_debug.environ import variables
 from gptoss_debug.errors import GptOssDebugError
 from gptoss_debug.files import write_text
 
 KERNEL = "python3"
+
+# Kernels show no progress bars and draw into the page, not on a screen.
+_QUIET = {
+    "TQDM_DISABLE": "1",
+    "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ def run_notebook(path: Path, out: Path, parameters: Mapping[str, Any]) -> Notebo
     verdict_file = out / f"{path.stem}.json"
     failure = None
     # Unix sockets need a short path, which no output directory promises to be.
-    with _environment(), tempfile.TemporaryDirectory(prefix="gptoss-") as scratch:
+    with variables(**_QUIET), tempfile.TemporaryDirectory(prefix="gptoss-") as scratch:
         executed, log = Path(scratch) / "executed.ipynb", Path(scratch) / "log"
         try:
             papermill.execute_notebook(
@@ -183,23 +189,3 @@ def title(notebook: Any) -> str:
 def _plain(text: str) -> str:
     """Return the first line of a message, without terminal colours."""
     return re.sub(r"\x1b\[[0-9;]*m", "", text).strip().splitlines()[0][:300] if text.strip() else ""
-
-
-@contextmanager
-def _environment() -> Iterator[None]:
-    """Run kernels quietly: no progress bars, no pictures on a screen."""
-    wanted = {
-        "TQDM_DISABLE": "1",
-        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
