@@ -21,7 +21,7 @@ from gptoss_debug.checkpoints.toy import toy_path, write_toy
 from gptoss_debug.diagnosis.verdict import EXIT_CODES, Verdict
 from gptoss_debug.engines.environment import Environment
 from gptoss_debug.errors import GptOssDebugError
-from gptoss_debug.layouts.catalog import BackendName, check_parallel
+from gptoss_debug.layouts.catalog import BackendName, check_parallel, default_backend
 
 Command = Callable[..., Verdict | tuple[Verdict, str]]
 """Returns a verdict, and the text to print in its place where a verdict is not what was asked for."""
@@ -120,9 +120,7 @@ def report(model: Path | None, out: Path, notebooks: tuple[str, ...], tp: int, d
 @click.option(
     "--backend",
     type=click.Choice(["marlin", "raw", "bf16"]),
-    default="marlin",
-    show_default=True,
-    help="How vLLM keeps the experts.",
+    help="How vLLM keeps the experts  [default: marlin for an MXFP4 checkpoint, bf16 for a BF16 one]",
 )
 @click.option(
     "--layers",
@@ -133,7 +131,7 @@ def report(model: Path | None, out: Path, notebooks: tuple[str, ...], tp: int, d
 )
 @_command
 def record(
-    model: Path, out: Path, tp: int, expert_parallel: bool, backend: BackendName, layers: str, as_json: bool
+    model: Path, out: Path, tp: int, expert_parallel: bool, backend: BackendName | None, layers: str, as_json: bool
 ) -> Verdict:
     """Load MODEL with vLLM and record every write and every expert tensor before and after the repack."""
     from gptoss_debug.diagnosis.coverage import load_coverage
@@ -146,7 +144,7 @@ def record(
         recording = record_load(
             model,
             out,
-            backend=backend,
+            backend=backend or default_backend(checkpoint.source),
             tp=tp,
             expert_parallel=expert_parallel,
             layers=layers,

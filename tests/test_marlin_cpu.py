@@ -75,3 +75,20 @@ def test_formats_without_a_cpu_implementation_are_refused():
         marlin_cpu.repack(lambda *args: None, torch.zeros(1))(torch.zeros(2, 64, dtype=torch.int32), 16, 64, 8)
     with pytest.raises(EngineError, match="scatter_idx"):
         marlin_cpu.align_block_size(*[torch.zeros(1)] * 6, None, torch.zeros(1))
+
+
+def test_the_registered_gemm_can_be_traced():
+    """Users do not always say enforce_eager: torch.compile must know the operation's shape."""
+    from gptoss_debug.engines.vllm_adapter import prepare_process
+
+    assert prepare_process()
+    _, _, (weight, scale, bias) = experts(2, 128, 256)
+    hidden, weights = torch.randn(3, 256).bfloat16(), torch.rand(3, 2)
+    pairs, blocks, filled = torch.empty(20, dtype=torch.int32), torch.empty(20, dtype=torch.int32), torch.empty(1)
+    marlin_cpu.align_block_size(torch.tensor([[0, 1]] * 3), 2, 8, pairs, blocks, filled)
+    arguments = (
+        hidden, None, weight, bias, scale, None, None, None, torch.zeros(1), pairs, blocks, filled, weights,
+        8, 2, True, 0, 3, 128, 256, False, True, False, -1, -1, -1,
+    )  # fmt: skip
+    assert torch.ops._moe_C.moe_wna16_marlin_gemm(*arguments).shape == (6, 128)
+    torch.library.opcheck(torch.ops._moe_C.moe_wna16_marlin_gemm, arguments, test_utils="test_faketensor")

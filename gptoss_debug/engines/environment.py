@@ -17,8 +17,8 @@ class Environment:
     Attributes
     ----------
     kernels
-        ``"emulated"`` when the Marlin operations are the package's CPU implementations,
-        ``"real"`` when the engine's own kernels run.
+        ``"emulated"`` when the experts' operations are the package's CPU implementations, ``"real"``
+        when the engine's own kernels run.
     """
 
     python: str
@@ -30,8 +30,8 @@ class Environment:
     kernels: str
 
     @classmethod
-    def current(cls) -> Environment:
-        """Describe this process."""
+    def current(cls, backend: str = "marlin") -> Environment:
+        """Describe this process, with experts of a backend: on a CPU the kernels of quantised ones are emulated."""
         cuda = torch.cuda.is_available()
         return cls(
             python=platform.python_version(),
@@ -40,7 +40,7 @@ class Environment:
             transformers=version("transformers"),
             gptoss_debug=version("gptoss-debug"),
             device=torch.cuda.get_device_name() if cuda else f"cpu ({platform.machine()})",
-            kernels="real" if cuda else "emulated",
+            kernels="real" if cuda or backend.startswith("bf16") else "emulated",
         )
 
     def to_json(self) -> dict[str, str]:
@@ -52,7 +52,7 @@ class Environment:
         return pd.DataFrame(self.to_json().items(), columns=["what", "value"])
 
     def __str__(self) -> str:
-        kernels = "Marlin kernels emulated on the CPU" if self.kernels == "emulated" else "real kernels"
+        kernels = "expert kernels emulated on the CPU" if self.kernels == "emulated" else "real kernels"
         return f"vLLM {self.vllm}, torch {self.torch}, transformers {self.transformers}, {self.device}; {kernels}"
 
     def _repr_html_(self) -> str:

@@ -10,6 +10,7 @@ platforms only.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -79,7 +80,9 @@ def moe_gemm(
     Parameters
     ----------
     input : ``[M, K]`` bfloat16 or float16.
-    output : ``[M * top_k, N]``, or None for a new tensor.
+    output
+        Left alone: the kernel writes there and returns it, vLLM uses what is returned, and torch.compile
+        wants an operation that does not return its input.
     b_qweight : ``[E, K / 16, 2 N]`` int32, Marlin tiles.
     b_bias : ``[E, N]`` in Marlin order, or None.
     b_scales : ``[E, K / 32, N]`` float8_e8m0fnu in Marlin order.
@@ -94,9 +97,7 @@ def moe_gemm(
     """
     if a_scales is not None or global_scale is not None or b_qzeros is not None:
         raise EngineError("this Marlin GEMM has no CPU implementation", expected="MXFP4 weights, 16-bit inputs")
-    if output is None:
-        output = input.new_empty((size_m * top_k, size_n))
-    rows = output.view(size_m * top_k, size_n)
+    rows = input.new_empty((size_m * top_k, size_n))
     weights = topk_weights.reshape(-1)
     pairs = sorted_token_ids[: int(num_tokens_past_padded)].view(-1, moe_block_size)
     experts = expert_ids[: pairs.shape[0]]
@@ -115,7 +116,20 @@ def moe_gemm(
         if mul_topk_weights:
             product *= weights[chosen].unsqueeze(1)
         rows[chosen] = product.to(rows.dtype)
-    return output
+    return rows
+
+
+def moe_gemm_shape(
+    input: torch.Tensor,
+    output: torch.Tensor | None,
+    b_qweight: torch.Tensor,
+    b_bias: torch.Tensor | None,
+    b_scales: torch.Tensor,
+    *others: Any,
+) -> torch.Tensor:
+    """Return an empty tensor of the shape that :func:`moe_gemm` returns, for torch.compile."""
+    top_k, size_m, size_n = others[9], others[12], others[13]
+    return input.new_empty((size_m * top_k, size_n))
 
 
 def align_block_size(

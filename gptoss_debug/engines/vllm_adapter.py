@@ -105,14 +105,20 @@ def _register_marlin_ops() -> None:
         marlin_cpu.align_block_size,
         writes=("sorted_token_ids", "expert_ids", "num_tokens_post_pad"),
     )
-    # The GEMM writes to its output and returns it, which a schema cannot say; eager mode does not ask.
-    _define("_moe_C", "moe_wna16_marlin_gemm", marlin_cpu.moe_gemm)
+    _define("_moe_C", "moe_wna16_marlin_gemm", marlin_cpu.moe_gemm, shape=marlin_cpu.moe_gemm_shape)
 
 
 _LIBRARIES: list[torch.library.Library] = []
 
 
-def _define(namespace: str, name: str, function: Callable[..., Any], writes: tuple[str, ...] = ()) -> None:
+def _define(
+    namespace: str,
+    name: str,
+    function: Callable[..., Any],
+    writes: tuple[str, ...] = (),
+    shape: Callable[..., Any] = lambda *args: None,
+) -> None:
+    """Add an operation that the CPU build lacks; ``shape`` stands in for it while torch.compile traces."""
     if hasattr(getattr(torch.ops, namespace), name):
         return
     # infer_schema takes no annotations in string form, and None only as itself.
@@ -121,6 +127,7 @@ def _define(namespace: str, name: str, function: Callable[..., Any], writes: tup
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define(name + torch.library.infer_schema(function, mutates_args=writes))
     library.impl(name, function, "CPU")
+    torch.library.register_fake(f"{namespace}::{name}", shape, lib=library)
     _LIBRARIES.append(library)
 
 
@@ -370,13 +377,14 @@ def convert_experts(backend: BackendName, tensors: dict[Part, torch.Tensor]) -> 
     """
     prepare_process()
     from vllm.model_executor.layers.fused_moe.oracle import mxfp4 as oracle
+    from vllm.platforms import current_platform
 
     chosen = next(name for name, known in _CHOSEN.items() if known == backend)
     order: tuple[Part, ...] = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "w13_bias", "w2_bias")
     converted = oracle.convert_gpt_oss_weight_to_mxfp4_moe_kernel_format(
         oracle.Mxfp4MoeBackend[chosen],
         SimpleNamespace(params_dtype=torch.bfloat16),
-        *(tensors[part] for part in order),
+        *(tensors[part].to(current_platform.device_type) for part in order),
     )
     return dict(zip(order, converted, strict=True))
 

@@ -66,6 +66,11 @@ MARLIN_SINCE = (0, 12)
 """Before this release Marlin interleaved the scales of neighbouring groups; no chain for that is known here."""
 
 
+def default_backend(source: Format) -> BackendName:
+    """Return the backend that a checkpoint of this format is looked at in: Marlin, where it can be."""
+    return "marlin" if source == "mxfp4" else "bf16"
+
+
 def backend(name: str, release: tuple[int, ...] | None = None) -> Backend:
     """Look up a backend.
 

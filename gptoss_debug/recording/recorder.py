@@ -222,15 +222,16 @@ class _Session:
     def _write_index(self, model: nn.Module, directory: Path) -> None:
         assert self._config is not None, "initialize_model was not seen"
         first = vllm_adapter.expert_layers(model)[0].module
+        backend = vllm_adapter.chosen_backend(first)
         rank = RankRecording(
             path=directory,
             model=self._model_path,
             config=self._config,
             source="mxfp4" if any(name.endswith("_blocks") for _, name in self._offered) else "bf16",
-            backend=vllm_adapter.chosen_backend(first),
+            backend=backend,
             experts_class=vllm_adapter.experts_class(first),
             placement=vllm_adapter.placement_of(model),
-            environment=Environment.current().to_json(),
+            environment=Environment.current(backend).to_json(),
             ledger=Ledger(tuple(self._rows), tuple(self._offered)),
             states=tuple(self._states),
             census=census(model),

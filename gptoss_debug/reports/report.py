@@ -118,7 +118,7 @@ def summarise(runs: Sequence[NotebookRun]) -> Verdict:
         headline,
         [{"notebook": run.name, **finding} for run in runs for finding in run.verdict.findings],
         list(dict.fromkeys(item for run in runs for item in run.verdict.not_checked)),
-        Environment.current().to_json(),
+        next((run.verdict.environment for run in runs if run.verdict.environment), Environment.current().to_json()),
     )
 
 
@@ -133,12 +133,12 @@ td, th { text-align: left; padding: .15em .8em .15em 0; vertical-align: top; } a
 def index_page(runs: Sequence[NotebookRun], verdict: Verdict, model: str) -> str:
     """Return the index: the verdict sentence of each notebook first, then versions and what was not checked."""
     escape = html.escape
-    environment = Environment.current()
+    environment = Environment(**verdict.environment)
     kernels = (
-        "Marlin kernels were <strong>emulated</strong>: vLLM's own loader and repack ran, and its GEMM was replaced "
+        "The experts' kernels were <strong>emulated</strong>: vLLM's own loader and repack ran; its GEMM was replaced "
         "by a CPU decode of the very bytes that the kernel would read."
         if environment.kernels == "emulated"
-        else "Marlin kernels were <strong>real</strong>."
+        else "The kernels were <strong>real</strong>."
     )
     sections = "".join(
         f'<h2><a href="{escape(run.html.name)}">{escape(run.title)}</a></h2>'
