@@ -15,7 +15,7 @@ from gptoss_debug.engines.environment import version, vllm_version
 from gptoss_debug.errors import GptOssDebugError
 from gptoss_debug.layouts.catalog import BackendName
 
-TRIED = ("0.32.0",)
+TRIED = ("0.32.0", "0.26.0")
 """vLLM releases that this package was tried on."""
 
 

