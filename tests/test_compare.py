@@ -80,7 +80,7 @@ def test_an_unpermuted_bias_is_found_and_nothing_else(recorded, copied, toy):
     (finding,) = comparison.verdict.findings
     # 288 of the bias's 384 positions move; a few hold a value equal to the one that came.
     assert 8 * 280 <= finding["differing"] <= 8 * 288
-    assert "layers 2, w13_bias, experts 0-7, rank 0" in finding["sentence"]
+    assert "layer 2, w13_bias, experts 0-7, rank 0" in finding["sentence"]
 
 
 def test_one_flipped_code_is_found_with_its_place_and_values(recorded, copied, toy):

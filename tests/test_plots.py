@@ -38,7 +38,7 @@ def test_the_comparison_map_colours_what_differs(recorded):
     exact = plots.plot_comparison(compare_recording(recorded(), Checkpoint.open(toy_path()), progress=False))
     assert [text.get_text() for text in exact.get_legend().texts] == ["exact"]
     other = plots.plot_comparison(compare_recording(recorded(tp=2), Checkpoint.open(toy_path("B")), progress=False))
-    assert "differs" in [text.get_text() for text in other.get_legend().texts]
+    assert "differs (x)" in [text.get_text() for text in other.get_legend().texts]
     assert other.images[0].get_array().shape[0] == 8
 
 

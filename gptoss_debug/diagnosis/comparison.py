@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from gptoss_debug.checkpoints.names import Part, expert_name
-from gptoss_debug.diagnosis.verdict import Verdict, join, ranges
+from gptoss_debug.diagnosis.verdict import Verdict, join, numbered
 
 Status = Literal["exact", "differs", "padding not zero", "not compared"]
 
@@ -67,7 +67,7 @@ class Comparison:
         not_checked = list(self.not_checked)
         for reason in dict.fromkeys(r.reason for r in skipped):
             here = [r for r in skipped if r.reason == reason]
-            not_checked.append(f"layers {ranges([r.layer for r in here])}, {join(_parts(here), 6)}: {reason}")
+            not_checked.append(f"{numbered('layer', [r.layer for r in here])}, {join(_parts(here), 6)}: {reason}")
         if not compared:
             return Verdict("error", "Nothing was compared.", [], not_checked, self.environment)
         elements = sum(r.compared for r in compared)
@@ -119,10 +119,8 @@ def _findings(bad: list[PartResult]) -> Iterator[dict[str, Any]]:
         groups.setdefault((result.part, result.status), []).append(result)
     for (part, status), here in sorted(groups.items(), key=lambda g: -sum(r.differing + r.dirty_padding for r in g[1])):
         first = here[0]
-        where = (
-            f"layers {ranges([r.layer for r in here])}, {part}, experts {ranges([r.expert for r in here])}, "
-            f"rank {ranges([r.rank for r in here])}"
-        )
+        layers, experts, ranks = ([getattr(r, field) for r in here] for field in ("layer", "expert", "rank"))
+        where = f"{numbered('layer', layers)}, {part}, {numbered('expert', experts)}, {numbered('rank', ranks)}"
         if status == "differs":
             differing, compared = sum(r.differing for r in here), sum(r.compared for r in here)
             example = (
@@ -141,9 +139,9 @@ def _findings(bad: list[PartResult]) -> Iterator[dict[str, Any]]:
             "sentence": sentence,
             "part": part,
             "status": status,
-            "layers": sorted({r.layer for r in here}),
-            "experts": sorted({r.expert for r in here}),
-            "ranks": sorted({r.rank for r in here}),
+            "layers": sorted(set(layers)),
+            "experts": sorted(set(experts)),
+            "ranks": sorted(set(ranks)),
             "differing": sum(r.differing for r in here),
             "dirty_padding": sum(r.dirty_padding for r in here),
         }

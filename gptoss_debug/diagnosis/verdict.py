@@ -92,6 +92,11 @@ def join(names: list[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def numbered(noun: str, numbers: list[int]) -> str:
+    """Write a noun with the numbers it goes for: ``layer 2``, ``experts 0-3, 7``."""
+    return f"{noun}{'' if len(set(numbers)) == 1 else 's'} {ranges(numbers)}"
+
+
 def ranges(numbers: list[int]) -> str:
     """Write numbers as ranges: ``0-3, 7``."""
     pieces: list[list[int]] = []

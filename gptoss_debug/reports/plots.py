@@ -1,7 +1,7 @@
 """The figures of the notebooks. Each draws on the given axes, or new ones, and returns them.
 
 Colours are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which readers with colour-blindness
-can tell apart; every colour comes with a marker, a letter or a label, so the figures survive grey printing.
+can tell apart; a colour that means something comes with a marker, letter or line style, for grey printing.
 """
 
 from __future__ import annotations
@@ -141,11 +141,14 @@ def _short(parameter: str) -> str:
 
 
 _COMPARED = {
-    "exact": ("exact", BLUE),
-    "differs": ("differs", VERMILION),
-    "padding not zero": ("padding not zero", ORANGE),
-    "not compared": ("not compared", GREY),
+    "exact": ("", BLUE),
+    "differs": ("x", VERMILION),
+    "padding not zero": ("p", ORANGE),
+    "not compared": ("?", GREY),
 }
+"""Status -> letter in the cell, colour."""
+
+_MOST_LETTERS = 1500
 
 
 def plot_comparison(comparison: Comparison, *, ax: Axes | None = None) -> Axes:
@@ -158,10 +161,13 @@ def plot_comparison(comparison: Comparison, *, ax: Axes | None = None) -> Axes:
     order = list(_COMPARED)
     gap = max(1, experts // 8)
     grid = np.full((len(rows), len(parts) * (experts + gap) - gap), np.nan)
+    bad = sum(result.status != "exact" for result in results)
     for result in results:
-        grid[rows.index((result.rank, result.layer)), parts.index(result.part) * (experts + gap) + result.expert] = (
-            order.index(result.status)
-        )
+        y = rows.index((result.rank, result.layer))
+        x = parts.index(result.part) * (experts + gap) + result.expert
+        grid[y, x] = order.index(result.status)
+        if bad <= _MOST_LETTERS:
+            ax.text(x, y, _COMPARED[result.status][0], ha="center", va="center", color="black", fontsize=7)
     _draw_states(ax, grid, [colour for _, colour in _COMPARED.values()])
     ax.set_xticks(
         [index * (experts + gap) + (experts - 1) / 2 for index in range(len(parts))],
@@ -173,7 +179,9 @@ def plot_comparison(comparison: Comparison, *, ax: Axes | None = None) -> Axes:
     ax.set_ylabel("" if ranks > 1 else "layer")
     ax.set_xlabel(f"expert tensor; {experts} experts each, left to right")
     present = [status for status in order if (grid == order.index(status)).any()]
-    handles = [Patch(color=_COMPARED[s][1], label=_COMPARED[s][0]) for s in present]
+    handles = [
+        Patch(color=_COMPARED[s][1], label=s + (f" ({_COMPARED[s][0]})" if _COMPARED[s][0] else "")) for s in present
+    ]
     ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=8)
     ax.set_title("Engine against checkpoint", loc="left", fontsize=10)
     return ax
