@@ -41,10 +41,9 @@ def _command(function: Command) -> Callable[..., None]:
             result = function(as_json=as_json, **options)
             verdict, text = result if isinstance(result, tuple) else (result, None)
         except GptOssDebugError as error:
-            verdict = Verdict("error", str(error), environment=Environment.current().to_json())
-            if not as_json:
-                Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]error:[/red] {escape(str(error))}")
-                sys.exit(EXIT_CODES["error"])
+            verdict = _refuse(error, as_json)
+        except OSError as error:
+            verdict = _refuse(GptOssDebugError(f"{error.strerror}", where=error.filename), as_json)
         except KeyboardInterrupt:
             click.echo("interrupted; nothing was left half-written", err=True)
             sys.exit(130)
@@ -57,6 +56,14 @@ def _command(function: Command) -> Callable[..., None]:
         sys.exit(verdict.exit_code)
 
     return run
+
+
+def _refuse(error: GptOssDebugError, as_json: bool) -> Verdict:
+    """Say in one line what is wrong, and leave; with ``--json`` return it as a verdict."""
+    if not as_json:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]error:[/red] {escape(str(error))}")
+        sys.exit(EXIT_CODES["error"])
+    return Verdict("error", str(error), environment=Environment.current().to_json())
 
 
 def _print(verdict: Verdict) -> None:
@@ -136,10 +143,19 @@ def record(
     """Load MODEL with vLLM and record every write and every expert tensor before and after the repack."""
     from gptoss_debug.diagnosis.coverage import load_coverage
     from gptoss_debug.recording.ranks import record_load
+    from gptoss_debug.recording.recording import find_layers
 
     checkpoint = Checkpoint.open(model)
     checkpoint.check_values()
     check_parallel(checkpoint.config, tp, expert_parallel)
+    chosen = find_layers(layers)
+    if chosen and max(chosen) >= checkpoint.config.num_layers:
+        raise GptOssDebugError(
+            "names a layer that the model has not",
+            where=f"--layers {layers}",
+            expected=f"0 to {checkpoint.config.num_layers - 1}",
+            found=max(chosen),
+        )
     with _busy(f"vLLM loads {model} on {tp} rank(s)", as_json):
         recording = record_load(
             model,

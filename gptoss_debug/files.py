@@ -26,23 +26,29 @@ def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
     Raises
     ------
     GptOssDebugError
-        If ``path`` is a file, or holds something and ``replace`` is false.
+        If ``path`` is a file, the current directory, cannot be written, or holds something and ``replace``
+        is false.
     """
-    path = Path(path)
+    path = Path(path).resolve()
     if path.exists() and not path.is_dir():
         raise GptOssDebugError("is a file, not a directory", where=path, hint="Name another output.")
+    if path == Path.cwd():
+        raise GptOssDebugError("is the current directory", where=path, hint="Name one inside it, or beside it.")
     if not replace and path.is_dir() and any(path.iterdir()):
         raise GptOssDebugError(
             "holds files already", where=path, hint="Name another output directory, or empty this one."
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
+    except OSError as error:
+        raise GptOssDebugError(f"cannot be written ({error.strerror})", where=path) from None
     try:
         temporary.chmod(0o755)
         yield temporary
-        if path.exists():
+        if replace and path.exists():
             shutil.rmtree(path)
-        temporary.rename(path)
+        temporary.rename(path)  # an empty directory of that name gives way
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

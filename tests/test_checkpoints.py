@@ -89,6 +89,14 @@ def test_a_sharded_checkpoint_reads_the_same(toy, tmp_path):
         Checkpoint.open(tmp_path)
 
 
+@pytest.mark.parametrize("weight_map", [None, [], {"lm_head.weight": None}, "x"])
+def test_an_index_that_is_none(damaged, weight_map):
+    path, _ = damaged
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=r'index.json: "weight_map" is unusable'):
+        Checkpoint.open(path)
+
+
 def test_a_missing_directory_and_files(tmp_path):
     with pytest.raises(CheckpointError, match="is not a directory; expected a model directory"):
         Checkpoint.open(tmp_path / "none")

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import subprocess
 import sys
@@ -32,6 +33,9 @@ def test_toy_writes_a_model_directory(tmp_path):
     for name, options in {"a": [], "b": ["--variant", "B"], "c": ["--bf16"]}.items():
         assert run_json("toy", tmp_path / name, *options)["verdict"] == "ok"
     assert Checkpoint.open(tmp_path / "c").source == "bf16"
+    (tmp_path / "d").mkdir()
+    with contextlib.chdir(tmp_path / "d"):
+        assert "is the current directory" in run("toy", ".").stderr
     assert run("toy", tmp_path / "a").exit_code == 2
 
 
@@ -73,6 +77,8 @@ def test_doctor_finds_this_machine_fit():
         (["record", "none", "--out", "x"], "none: is not a directory; expected a model directory"),
         (["record", toy_path(), "--out", "x", "--tp", "3"], "num_attention_heads 4 cannot be divided among 3 ranks"),
         (["record", toy_path(), "--out", "x", "--layers", "first"], "'first': is no choice of layers"),
+        (["record", toy_path(), "--out", "x", "--layers", "1,9"], "--layers 1,9: names a layer that the model has not"),
+        (["toy", "/dev/null/x"], "/dev/null/x: cannot be written"),
         (["explain-shapes", "[a]", "[8]", "--model", "gpt-oss-20b"], "'[a]': is no shape"),
         (["explain-shapes", "[8]", "[8]", "--model", "gpt-2"], "gpt-2: is neither a model directory nor"),
         (["explain-shapes", "[8]", "[9]", "--model", "gpt-oss-20b"], "[8] is no expert tensor of this model at TP=1"),

@@ -1,4 +1,5 @@
 import json
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from gptoss_debug.errors import LayoutError, RecordingError
 from gptoss_debug.layouts import marlin
 from gptoss_debug.layouts.catalog import Placement
 from gptoss_debug.layouts.chain import Chain
+from gptoss_debug.recording.digests import expert_digests
 from gptoss_debug.recording.recording import Recording
 
 
@@ -54,12 +56,18 @@ def test_another_checkpoint_differs_everywhere(recorded):
 
 
 def edited(recording: Recording, part: str, change, layer: int = 2, rank: int = 0) -> Recording:
-    """Change one recorded tensor after the repack."""
+    """Change one recorded tensor after the repack, as if the engine had held that."""
     file = recording.ranks[rank].path / f"layer-{layer:03d}.after.safetensors"
     tensors = load_file(file)
     tensors[part] = change(tensors[part]).contiguous()
     save_file(tensors, file)
-    return recording
+    index_file = recording.ranks[rank].path / "index.json"
+    index = json.loads(index_file.read_text())
+    for state in index["states"]:
+        if (state["layer"], state["part"], state["stage"]) == (layer, part, "after"):
+            state["experts"] = expert_digests(tensors[part])
+    index_file.write_text(json.dumps(index))
+    return Recording.open(recording.path)
 
 
 def set_one(index, value):
@@ -126,6 +134,54 @@ def test_negative_zero_and_nan_are_differences_of_bits(recorded, copied, toy, va
     (result,) = bad(compare(edited(copied(recorded()), "w2_bias", set_one((4, 0), value)), toy))
     assert (result.expert, result.first) == (4, (0,))
     assert result.expected == f"{toy.read_expert(2, 'w2_bias')[4, 0].item():.6g}"
+
+
+def test_a_file_that_changed_since_is_no_fault_of_the_engine(recorded, copied, toy):
+    recording = copied(recorded())
+    file = recording.first.path / "layer-001.after.safetensors"
+    tensors = load_file(file)
+    tensors["w2_bias"][3, 0] += 1
+    save_file(tensors, file)
+    with pytest.raises(RecordingError, match="w2_bias of layer 1, expert 3 is not what was recorded"):
+        compare(recording, toy)
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A checkpoint with other expert weights."""
+
+    base: Checkpoint
+    factor: float = 1.0
+    dtype: torch.dtype = torch.bfloat16
+
+    def __getattr__(self, name):
+        return getattr(self.base, name)
+
+    def read_expert(self, layer, part, experts=slice(None)):
+        tensor = self.base.read_expert(layer, part, experts)
+        return (tensor * self.factor if part.endswith("_weight") else tensor).to(self.dtype)
+
+
+def test_a_float_source_that_rounds_to_the_engines_values_is_ok(recorded, toy_bf16):
+    comparison = compare(recorded(), Changed(toy_bf16, factor=1.01))
+    assert {r.status for r in comparison.results} == {"exact", "rounded"}
+    assert comparison.verdict.verdict == "ok"
+    assert "64 of them rounded to MXFP4" in comparison.verdict.headline
+    assert compare(recorded(), Changed(toy_bf16, factor=1.5)).verdict.verdict == "fault"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_float_dtypes_are_cast_as_the_engine_casts(recorded, toy_bf16, dtype):
+    for backend in ("bf16", "marlin"):
+        assert compare(recorded(backend), Changed(toy_bf16, dtype=dtype)).verdict.verdict == "ok"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_unquantised_engine_against_an_mxfp4_checkpoint(recorded, toy, tp):
+    comparison = compare(recorded("bf16", tp), toy)
+    assert comparison.verdict.verdict == "ok", comparison
+    assert len(comparison.results) == 128 * tp
+    assert compare(recorded("bf16", tp), Checkpoint.open(toy_path("B"))).verdict.verdict == "fault"
 
 
 def test_a_fault_on_one_rank_only(recorded, copied, toy):

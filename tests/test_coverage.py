@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 
 from gptoss_debug.diagnosis.coverage import LoadCoverage, load_coverage
+from gptoss_debug.layouts.catalog import Placement
 from gptoss_debug.recording.ledger import Ledger
 from gptoss_debug.recording.recording import Recording
 
@@ -70,6 +71,22 @@ def test_a_region_that_is_not_known(recorded):
         changed(recorded(), lambda row: [dataclasses.replace(row, region=None) if row.parameter == SCALE else row])
     )
     assert wrong.status == "unknown"
+
+
+def test_an_empty_share_needs_no_write(recorded):
+    """At TP=4 the toy's 6 MXFP4 blocks go 2, 2, 2 and none to the last rank."""
+    recording = recorded()
+    rank = dataclasses.replace(recording.first, placement=Placement(3, 4))
+    shape = (8, 256, 128)
+    states = tuple(
+        dataclasses.replace(s, shape=shape) if s.part == "w13_weight" and s.stage == "before" else s
+        for s in rank.states
+    )
+    rows = tuple(row for row in rank.ledger.rows if not row.parameter.endswith("w13_weight"))
+    rank = dataclasses.replace(rank, states=states, ledger=Ledger(rows, rank.ledger.offered))
+    coverage = load_coverage(Recording(recording.path, (rank,)))
+    weights = [p for p in coverage.parameters if p.parameter.endswith("w13_weight")]
+    assert {(p.required, p.status) for p in weights} == {(0, "once")}
 
 
 def test_looking_at_nothing_is_an_error():

@@ -34,6 +34,18 @@ def test_what_is_there_is_replaced_only_on_request(tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
 
 
+def test_links_and_places_that_cannot_be_written(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with new_directory(tmp_path / "link") as partial:
+        (partial / "file").write_text("x")
+    assert (tmp_path / "real" / "file").exists()
+    assert (tmp_path / "link").is_symlink()
+    (tmp_path / "plain").write_text("x")
+    with pytest.raises(GptOssDebugError, match="cannot be written"), new_directory(tmp_path / "plain" / "out"):
+        pass
+
+
 def test_a_text_is_replaced_whole(tmp_path):
     write_text(tmp_path / "a" / "text", "one")
     write_text(tmp_path / "a" / "text", "two")

@@ -26,6 +26,12 @@ class Model(nn.Module):
                 self.experts.data[:, ::2].copy_(tensor)
             elif name == "computed":
                 weight_loader(self.experts, (tensor + 1)[0], shard_id="w2", expert_id=0)
+            elif name == "indexed":
+                self.experts.data[[0, 2]] = tensor
+            elif name == "masked":
+                self.experts.data.masked_fill_(tensor > 0, 1.0)
+            elif name == "foreach":
+                torch._foreach_copy_([self.sinks.data], [tensor])
             elif name == "table":
                 self.table.fill_(2)
 
@@ -73,6 +79,17 @@ def test_a_write_that_is_no_box_has_no_region():
     (row,) = record(("strided", torch.zeros(4, 3, 8))).rows
     assert row.region is None
     assert "?" in record(("strided", torch.zeros(4, 3, 8))).to_frame().region.tolist()
+
+
+@pytest.mark.parametrize("name", ["indexed", "masked"])
+def test_a_write_that_may_miss_elements_has_no_region(name):
+    (row,) = record((name, torch.zeros(2, 6, 8) if name == "indexed" else torch.zeros(4, 6, 8))).rows
+    assert (row.parameter, row.region) == ("experts", None)
+
+
+def test_a_write_to_a_list_of_tensors_is_seen():
+    (row,) = record(("foreach", torch.zeros(4))).rows
+    assert (row.parameter, row.loader) == ("sinks", "")
 
 
 def test_computed_values_have_no_source_region():

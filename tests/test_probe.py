@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from gptoss_debug.engines.vllm_adapter import probe_engine
+from gptoss_debug.engines.probe import probe_engine
 from gptoss_debug.errors import LayoutError
 from gptoss_debug.layouts.catalog import BACKENDS
 from gptoss_debug.layouts.chain import Chain

@@ -2,6 +2,7 @@ import os
 
 import pytest
 
+from gptoss_debug.diagnosis.coverage import load_coverage
 from gptoss_debug.engines import vllm_adapter
 from gptoss_debug.errors import EngineError, RecordingError
 from gptoss_debug.recording.recorder import VARIABLE, Recorder
@@ -16,7 +17,8 @@ def hooks():
 
 
 def test_in_process_recording_and_nothing_left_behind(tmp_path, toy, recorded):
-    before = hooks()
+    vllm_adapter.prepare_process()
+    before, environment = hooks(), dict(os.environ)
     with Recorder(tmp_path / "out") as recorder:
         assert hooks() != before
         assert VARIABLE in os.environ
@@ -26,7 +28,9 @@ def test_in_process_recording_and_nothing_left_behind(tmp_path, toy, recorded):
             # A second load is recorded too, as load 2.
             model.load_weights([("model.norm.weight", toy.read("model.norm.weight"))])
     assert hooks() == before
-    assert VARIABLE not in os.environ
+    ours = ("GPTOSS_", "HF_", "VLLM_DIST", "VLLM_LOGGING", "VLLM_NO_USAGE", "VLLM_ENABLE", "VLLM_CPU", "OMP_")
+    assert not {name for name in os.environ.keys() - environment.keys() if name.startswith(ours)}
+    assert all(os.environ[name] == value for name, value in environment.items() if name.startswith(ours))
     recording = recorder.recording
     first = [row for row in recording.ledger.rows if row.load == 1]
     assert [(row.source, row.parameter, row.sha256) for row in first] == [
@@ -50,7 +54,29 @@ def test_a_failing_load_restores_everything_and_leaves_no_rank(tmp_path, toy, mo
         with vllm_adapter.loaded_model(toy.path):
             pass
     assert hooks() == before
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_load_that_raises_is_recorded_up_to_there(tmp_path, toy, monkeypatch):
+    from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
+
+    load = GptOssRoutedExperts.weight_loader
+
+    def fail(self, param, weight, weight_name, *args, **kwargs):
+        if "layers.2." in weight_name and weight_name.endswith("w2_bias"):
+            raise ValueError("no room for it")
+        return load(self, param, weight, weight_name, *args, **kwargs)
+
+    monkeypatch.setattr(GptOssRoutedExperts, "weight_loader", fail)
+    recorder = Recorder(tmp_path / "out")
+    with pytest.raises(ValueError, match="no room for it"), recorder, vllm_adapter.loaded_model(toy.path):
+        pass
+    ledger = recorder.recording.ledger
+    assert 30 < len(ledger.rows) < 79
+    assert ledger.unused == ("model.layers.2.mlp.experts.down_proj_bias",)
+    verdict = load_coverage(recorder.recording).verdict
+    assert verdict.verdict == "fault"
+    assert any("layers.3." in finding["sentence"] for finding in verdict.findings)
 
 
 def test_a_recorder_is_for_one_load(tmp_path, toy):

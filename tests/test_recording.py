@@ -83,7 +83,7 @@ def test_layer_choices(text, layers):
     assert find_layers(text) == (None if layers is None else frozenset(layers))
 
 
-@pytest.mark.parametrize("text", ["some", "1-", "-", "1;2", "a-b"])
+@pytest.mark.parametrize("text", ["some", "1-", "-", "1;2", "a-b", "5-3"])
 def test_layer_choices_that_are_none(text):
     with pytest.raises(RecordingError, match="is no choice of layers"):
         find_layers(text)

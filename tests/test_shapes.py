@@ -43,6 +43,17 @@ def test_a_shape_of_another_number_of_ranks_is_named():
     assert "at TP=4 it is w13_weight" in str(explained)
 
 
+def test_the_smaller_share_of_the_last_rank_is_known():
+    explained = explain_shapes((32, 1344, 1440), (32, 5760, 1440), CONFIG, tp=4)
+    assert "cut to rows 4416:5760" in str(explained.readings[0][0])
+
+
+def test_sizes_that_mxfp4_cannot_hold_are_still_explained_unquantised():
+    config = ModelConfig(100, 200, 4, 2, 4, 2, 64, 100)
+    explained = explain_shapes((4, 400, 100), (4, 100, 400), config)
+    assert explained.readings[0][0].backend == "bf16"
+
+
 def test_a_shape_of_another_model_is_named():
     explained = explain_shapes((8, 2880, 2880), (32, 7, 9), CONFIG)
     assert "its first axis is 8, and the model has 32 experts" in explained.unknown[0]

@@ -141,8 +141,10 @@ class Checkpoint:
 def _safetensors_files(path: Path) -> list[Path]:
     """Return the files of a checkpoint: those of its index, or all there are."""
     if (path / INDEX).exists():
-        names = sorted(set(read_json(path / INDEX).get("weight_map", {}).values()))
-        files = [path / Path(name).name for name in names]
+        weights = read_json(path / INDEX).get("weight_map")
+        if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
+            raise CheckpointError('"weight_map" is unusable', where=path / INDEX, expected="tensor name -> file name")
+        files = [path / Path(name).name for name in sorted(set(weights.values()))]
         for file in files:
             if not file.exists():
                 raise CheckpointError("is missing", where=file, hint=f"{INDEX} names it.")

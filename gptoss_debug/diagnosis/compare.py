@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from gptoss_debug.checkpoints.config import ModelConfig
 from gptoss_debug.checkpoints.names import PARTS, Format, Part
 from gptoss_debug.diagnosis.comparison import Comparison, PartResult, Status
 from gptoss_debug.engines.environment import release
-from gptoss_debug.errors import LayoutError
+from gptoss_debug.errors import LayoutError, RecordingError
 from gptoss_debug.layouts import catalog, mxfp4
 from gptoss_debug.layouts.catalog import Backend, Placement, chain_for
 from gptoss_debug.layouts.chain import Chain
@@ -80,7 +80,26 @@ def compare_recording(recording: Recording, checkpoint: ExpertSource, *, progres
             digests=lookup,
             progress=progress,
         )
+        for result in results:
+            if result.status in ("differs", "padding not zero") and result.rank == rank.placement.rank:
+                _check_stored(rank, result)
     return Comparison(tuple(results), _OUT_OF_SCOPE, recording.first.environment)
+
+
+def _check_stored(rank: RankRecording, result: PartResult) -> None:
+    """Check that a tensor that differs is what the engine held, not a file that changed since."""
+    share = rank.config.num_experts // rank.placement.size if rank.placement.expert_parallel else 0
+    local = result.expert - rank.placement.rank * share
+    state = rank.state(result.layer, result.part, "after")
+    stored = rank.tensor(result.layer, result.part, "after", slice(local, local + 1))
+    if state is not None and stored is not None and digest(stored) != state.experts[local]:
+        raise RecordingError(
+            f"{result.part} of layer {result.layer}, expert {result.expert} is not what was recorded",
+            where=rank.path,
+            expected=f"SHA-256 {state.experts[local][:12]}...",
+            found=f"{digest(stored)[:12]}...",
+            hint="The file changed since. Record again.",
+        )
 
 
 _OUT_OF_SCOPE = (
@@ -160,9 +179,15 @@ class _Task:
     def run(
         self, fetch: Fetch, checkpoint: ExpertSource, digests: Callable[[int, Part], tuple[str, ...] | None] | None
     ) -> list[PartResult]:
-        chain = chain_for(self.part, checkpoint.source, self.kind, checkpoint.config, self.placement)
         try:
             live = fetch(self.layer, self.part, self.experts)
+            chain = chain_for(
+                self.part,
+                "bf16" if self._dequantises(checkpoint) else checkpoint.source,
+                self.kind,
+                checkpoint.config,
+                self.placement,
+            )
             if live is None:
                 return self._by_digest(chain, checkpoint, digests(self.layer, self.part) if digests else None)
             if checkpoint.source == "bf16" and self.kind.quantised and self.part.endswith("_weight"):
@@ -174,24 +199,39 @@ class _Task:
         except LayoutError as error:
             return self._skipped(str(error))
 
+    def _dequantises(self, checkpoint: ExpertSource) -> bool:
+        """Whether the engine keeps floats where the checkpoint has MXFP4."""
+        return checkpoint.source == "mxfp4" and not self.kind.quantised
+
     def _source(self, checkpoint: ExpertSource) -> torch.Tensor:
         chosen = slice(self.experts.start + self.offset, self.experts.stop + self.offset)
-        return checkpoint.read_expert(self.layer, self.part, chosen)
+        tensor = checkpoint.read_expert(self.layer, self.part, chosen)
+        if not self._dequantises(checkpoint) or self.part.endswith("_bias"):
+            return tensor
+        scales = checkpoint.read_expert(self.layer, _scale_of(self.part), chosen)
+        return mxfp4.decode(tensor.flatten(2), scales, torch.bfloat16).transpose(1, 2)
 
     def _by_value(self, live: torch.Tensor, fetch: Fetch, checkpoint: ExpertSource) -> list[PartResult]:
-        """Compare dequantised values: the bytes of an MXFP4 block are not unique."""
-        scale_part: Part = "w13_weight_scale" if self.part == "w13_weight" else "w2_weight_scale"
-        live_scales = fetch(self.layer, scale_part, self.experts)
+        """Compare dequantised values: the bytes of an MXFP4 block are not unique.
+
+        Values that MXFP4 cannot hold are compared with what they round to, and called ``rounded``.
+        """
+        live_scales = fetch(self.layer, _scale_of(self.part), self.experts)
         if live_scales is None:
             return self._skipped("the scales that belong to it were not kept")
         codes, scales = (
             chain_for(part, "mxfp4", self.kind, checkpoint.config, self.placement).unwind(tensor)
-            for part, tensor in ((self.part, live), (scale_part, live_scales))
+            for part, tensor in ((self.part, live), (_scale_of(self.part), live_scales))
         )
-        wanted = catalog.value_chain(self.part, self.kind, checkpoint.config, self.placement)
-        values = mxfp4.decode(codes.values, scales.values)
+        chain = catalog.value_chain(self.part, self.kind, checkpoint.config, self.placement)
+        wanted = chain.forward(self._source(checkpoint)).float()
+        rounded = mxfp4.encode(wanted).decode()
         padding = [_dirty([pad[i] for _, pad in (*codes.padding, *scales.padding)]) for i in range(len(live))]
-        return self._results(values, wanted.forward(self._source(checkpoint)).float(), padding)
+        results = self._results(mxfp4.decode(codes.values, scales.values), rounded, padding)
+        return [
+            replace(result, status="rounded") if result.status == "exact" and not torch.equal(one, want) else result
+            for result, one, want in zip(results, rounded, wanted, strict=True)
+        ]
 
     def _by_digest(self, chain: Chain, checkpoint: ExpertSource, digests: tuple[str, ...] | None) -> list[PartResult]:
         if digests is None:
@@ -220,6 +260,8 @@ class _Task:
         return results
 
     def _results(self, live: torch.Tensor, expected: torch.Tensor, padding: list[int]) -> list[PartResult]:
+        if live.dtype != expected.dtype:
+            return self._skipped(f"it is {live.dtype} in the engine and {expected.dtype} by the checkpoint")
         if live.shape != expected.shape:
             return self._skipped(
                 f"an expert is {list(live.shape[1:])} in the engine and {list(expected.shape[1:])} in the checkpoint"
@@ -237,6 +279,10 @@ class _Task:
             PartResult(self.layer, self.rank, self.part, number + self.offset, "not compared", reason=reason)
             for number in range(self.experts.start, self.experts.stop)
         ]
+
+
+def _scale_of(part: Part) -> Part:
+    return "w13_weight_scale" if part == "w13_weight" else "w2_weight_scale"
 
 
 def _dirty(padding: list[torch.Tensor]) -> int:

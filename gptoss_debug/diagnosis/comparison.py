@@ -11,7 +11,7 @@ import pandas as pd
 from gptoss_debug.checkpoints.names import Part, expert_name
 from gptoss_debug.diagnosis.verdict import Verdict, join, numbered
 
-Status = Literal["exact", "differs", "padding not zero", "not compared"]
+Status = Literal["exact", "rounded", "differs", "padding not zero", "not compared"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class PartResult:
     layer, rank, part, expert
         Which tensor; ``expert`` is the checkpoint's number.
     status
-        ``exact``: every element has the checkpoint's bits and all padding is zero.
+        ``exact``: every element has the checkpoint's bits and all padding is zero. ``rounded``: the
+        checkpoint's floats, rounded to MXFP4 as :func:`gptoss_debug.layouts.mxfp4.encode` rounds.
     compared, differing
         Elements (codes, scales or floats) without padding.
     first
@@ -61,8 +62,9 @@ class Comparison:
     @property
     def verdict(self) -> Verdict:
         """Return the verdict; comparing nothing is an error."""
-        compared = [r for r in self.results if r.status != "not compared"]
-        bad = [r for r in compared if r.status != "exact"]
+        compared = [r for r in self.results if r.status != "not compared" and r.compared]
+        bad = [r for r in compared if r.status not in ("exact", "rounded")]
+        rounded = [r for r in compared if r.status == "rounded"]
         skipped = [r for r in self.results if r.status == "not compared"]
         not_checked = list(self.not_checked)
         for reason in dict.fromkeys(r.reason for r in skipped):
@@ -79,6 +81,12 @@ class Comparison:
                 f"the other {len(compared)} are exact ({scope})."
             )
             return Verdict("error", headline, [], not_checked, self.environment)
+        if rounded and not bad:
+            headline = (
+                f"All {len(compared)} expert tensors ({elements:,} values; {scope}) hold what the checkpoint says, "
+                f"{len(rounded)} of them rounded to MXFP4, and all padding is zero."
+            )
+            return Verdict("ok", headline, [], not_checked, self.environment)
         if not bad:
             headline = (
                 f"All {len(compared)} expert tensors ({elements:,} values; {scope}) hold exactly what the "

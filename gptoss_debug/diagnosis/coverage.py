@@ -136,6 +136,8 @@ def _rank_coverage(rank: RankRecording) -> list[ParameterCoverage]:
         status: Status = (
             "unknown"
             if None in boxes
+            else "once"
+            if not found.elements  # an empty share: the last rank of an uneven cut
             else "never"
             if not boxes
             else "incomplete"

@@ -83,6 +83,7 @@ def _packages() -> Iterator[Check]:
 
 def _engine() -> Iterator[Check]:
     from gptoss_debug.engines import vllm_adapter
+    from gptoss_debug.engines.probe import probe_engine
 
     try:
         vllm_adapter.prepare_process()
@@ -92,7 +93,7 @@ def _engine() -> Iterator[Check]:
     backends: tuple[BackendName, ...] = ("marlin", "raw")
     for backend in backends:
         try:
-            probe = vllm_adapter.probe_engine(backend)
+            probe = probe_engine(backend)
             yield Check(f"layout of {backend} experts", "ok" if probe.agrees else "bad", str(probe))
         except Exception as error:  # whatever another release raises belongs into the table
             yield Check(f"layout of {backend} experts", "bad", f"cannot be measured: {type(error).__name__}: {error}")

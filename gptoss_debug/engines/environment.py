@@ -8,6 +8,7 @@ from importlib import metadata
 
 import pandas as pd
 import torch
+from packaging.version import InvalidVersion, Version
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,19 @@ def vllm_version() -> str | None:
     return None
 
 
-def release(text: str) -> tuple[int, ...]:
-    """Return the numbers of a version: ``"0.32.0+cpu"`` is ``(0, 32, 0)``."""
-    numbers = []
-    for piece in text.split("+")[0].split(".")[:3]:
-        digits = "".join(c for c in piece if c.isdigit())
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+QUIET = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+"""Variables for processes of this package's own: vLLM says little, and nothing is looked up on a hub."""
+
+
+def release(text: str) -> tuple[int, ...] | None:
+    """Return the numbers of a version: ``"0.32.0+cpu"`` is ``(0, 32, 0)``; None for one that is no release."""
+    try:
+        parsed = Version(text)
+    except InvalidVersion:
+        return None
+    return None if parsed.is_devrelease else parsed.release

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,15 +31,20 @@ def open_engine(model: Path, *, backend: BackendName = "marlin", tp: int = 1, **
         If vLLM is not installed, or chose another backend than the one asked for.
     """
     prepare_process()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # Functions are sent to the workers (apply_model) as long as the engine lives.
     os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     from vllm import LLM
 
     # Each worker process gets its share of the cores: two OpenMP teams on the same cores spin against each other.
     share = str(max(1, (os.cpu_count() or 1) // tp))
-    with variables(OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", share)) if tp > 1 else nullcontext():
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", share)} if tp > 1 else {}
+    with variables(VLLM_ENABLE_V1_MULTIPROCESSING="0", **threads):
         engine = LLM(**engine_args(model, backend, tp, **options))
-    engine.apply_model(_BackendCheck(backend))
+    try:
+        engine.apply_model(_BackendCheck(backend))
+    except BaseException:
+        close_engine(engine)
+        raise
     return engine
 
 

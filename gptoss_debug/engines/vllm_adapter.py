@@ -21,12 +21,10 @@ from torch import nn
 
 from gptoss_debug.checkpoints.names import PARTS, Part, layer_of
 from gptoss_debug.engines import marlin_cpu
-from gptoss_debug.engines.environment import Environment, release, vllm_version
+from gptoss_debug.engines.environment import vllm_version
 from gptoss_debug.environ import variables
 from gptoss_debug.errors import EngineError
-from gptoss_debug.layouts import catalog
 from gptoss_debug.layouts.catalog import BackendName, Placement
-from gptoss_debug.layouts.probe import LayoutProbe, probe
 
 # What vLLM's moe_backend option calls the backends of layouts.catalog.
 _MOE_BACKENDS: dict[BackendName, str] = {
@@ -39,19 +37,20 @@ _MOE_BACKENDS: dict[BackendName, str] = {
 # ... and what a loaded layer's quant method says it chose.
 _CHOSEN: dict[str, BackendName] = {"MARLIN": "marlin", "EMULATION": "raw"}
 
+# Unquantised experts are laid out as their kernel class wants; these were looked at.
+_UNQUANTISED: dict[str, BackendName] = {"TritonExperts": "bf16", "CPUUnquantizedExperts": "bf16_cpu"}
 
-def require_vllm() -> tuple[int, ...]:
-    """Return vLLM's release.
+
+def require_vllm() -> None:
+    """Check that vLLM is there.
 
     Raises
     ------
     EngineError
         If vLLM is not installed.
     """
-    installed = vllm_version()
-    if installed is None or importlib.util.find_spec("vllm") is None:
+    if vllm_version() is None or importlib.util.find_spec("vllm") is None:
         raise EngineError("vLLM is not installed", hint="pip install 'gptoss-debug[cpu]' (or [gpu]).")
-    return release(installed)
 
 
 # ----------------------------------------------------------------------------------------- CPU platform
@@ -61,24 +60,18 @@ def prepare_process() -> bool:
     """Make vLLM's GPT-OSS paths run in this process; return whether kernels are emulated.
 
     On a CPU platform this registers the Marlin operations of ``marlin_cpu``, lets the Marlin and the
-    "emulation" experts accept the device, and keeps vLLM off AMX. On any other platform it does
-    nothing. It can be called again.
+    "emulation" experts accept the device, keeps vLLM off AMX, and sets ``GPTOSS_DEBUG_CPU`` and, where
+    they are unset, two variables of vLLM's CPU platform, for this process and its children. On any
+    other platform it does nothing. It can be called again.
     """
     require_vllm()
-    # Quiet, small and offline unless the user says otherwise.
-    for name, value in {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }.items():
-        os.environ.setdefault(name, value)
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return False
     os.environ["GPTOSS_DEBUG_CPU"] = "1"  # the same for the worker processes, see engines.plugin
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # vLLM's AMX attention asks the kernel for tile data; with Python's faulthandler on (ipykernel and
     # pytest both switch it on) the small alternate signal stack makes the kernel refuse, and the process
     # dies of SIGILL. Saying "no AMX" before vLLM picks its kernels avoids them.
@@ -295,11 +288,17 @@ def expert_layers(model: nn.Module) -> list[ExpertLayer]:
     return layers
 
 
+def holds_experts(model: nn.Module) -> bool:
+    """Return whether the model is a GPT-OSS: a draft model beside it has none of its experts."""
+    return any(isinstance(getattr(module, "w13_weight", None), torch.Tensor) for module in model.modules())
+
+
 def chosen_backend(module: Any) -> str:
     """Return the backend that vLLM chose for an expert module, by the names of ``layouts.catalog`` where known."""
     method = module.quant_method
     if not hasattr(method, "mxfp4_backend"):
-        return "bf16_cpu" if experts_class(module) == "CPUUnquantizedExperts" else "bf16"
+        kernel = experts_class(module)
+        return _UNQUANTISED.get(kernel, f"bf16 {kernel}")
     name = method.mxfp4_backend.name
     return _CHOSEN.get(name, name.lower())
 
@@ -321,15 +320,23 @@ def check_backend(model: nn.Module, wanted: BackendName) -> None:
     """
     for layer in expert_layers(model):
         found = chosen_backend(layer.module)
-        if found != wanted and found != f"{wanted}_cpu":
+        if found != wanted and not (wanted.startswith("bf16") and found.startswith("bf16")):
             raise EngineError("runs another MoE backend", where=layer.name, expected=wanted, found=found)
 
 
 def placement_of(model: nn.Module) -> Placement:
-    """Return the rank that a loaded model holds."""
+    """Return the rank that a loaded model holds.
+
+    Raises
+    ------
+    EngineError
+        Under data parallelism, whose shares are not covered.
+    """
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
     parallel = expert_layers(model)[0].module.moe_config.moe_parallel_config
+    if parallel.dp_size > 1:
+        raise EngineError("data parallelism is not covered", expected="data_parallel_size=1", found=parallel.dp_size)
     return Placement(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), bool(parallel.use_ep))
 
 
@@ -387,14 +394,3 @@ def convert_experts(backend: BackendName, tensors: dict[Part, torch.Tensor]) -> 
         *(tensors[part].to(current_platform.device_type) for part in order),
     )
     return dict(zip(order, converted, strict=True))
-
-
-def probe_engine(backend: BackendName = "marlin") -> LayoutProbe:
-    """Measure the installed vLLM's layout and hold the catalog's pattern against it."""
-    environment = Environment.current()
-    return probe(
-        lambda tensors: convert_experts(backend, tensors),
-        catalog.BACKENDS[backend],
-        engine=f"vLLM {environment.vllm}",
-        kernels=environment.kernels,
-    )

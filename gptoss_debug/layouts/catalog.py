@@ -171,6 +171,8 @@ def chain_for(
         steps.append(Rearrange("transpose", "e k n -> e n k"))
         if kind.quantised:
             steps.append(Quantise("scales" if part.endswith("_scale") else "codes"))
+        else:
+            steps.append(Cast(torch.bfloat16))
     elif part.endswith("_weight"):
         steps.append(Rearrange("flatten blocks", "e n g b -> e n (g b)", (("b", BLOCK // 2),)))
 

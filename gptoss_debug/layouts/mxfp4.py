@@ -100,7 +100,7 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch
     values = _byte_table().to(codes.device)[codes.view(torch.uint8).int()]
     factors = _scale_table().to(codes.device)[scales.view(torch.uint8).int()]
     blocks = values.reshape(*scales.shape, BLOCK) * factors.unsqueeze(-1)
-    return blocks.reshape(*codes.shape[:-1], -1).to(dtype)
+    return blocks.flatten(-2).to(dtype)
 
 
 def encode(values: torch.Tensor) -> Mxfp4:
@@ -125,7 +125,7 @@ def encode(values: torch.Tensor) -> Mxfp4:
             expected=f"a multiple of {BLOCK}",
             found=values.shape[-1],
         )
-    blocks = values.float().reshape(*values.shape[:-1], -1, BLOCK)
+    blocks = values.float().unflatten(-1, (values.shape[-1] // BLOCK, BLOCK))
     amax = blocks.abs().amax(dim=-1)
     if not torch.isfinite(amax).all():
         where = (~torch.isfinite(values)).nonzero()[0].tolist()
@@ -151,10 +151,10 @@ def encode(values: torch.Tensor) -> Mxfp4:
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
     """Pack ``[..., K]`` codes (0 to 15, uint8) into ``[..., K / 2]`` bytes, even element in the low nibble."""
-    pairs = codes.reshape(*codes.shape[:-1], -1, 2)
+    pairs = codes.unflatten(-1, (codes.shape[-1] // 2, 2))
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
 def unpack_codes(packed: torch.Tensor) -> torch.Tensor:
     """Unpack ``[..., K / 2]`` bytes into ``[..., K]`` codes; the inverse of :func:`pack_codes`."""
-    return torch.stack([packed & 0xF, packed >> 4], dim=-1).reshape(*packed.shape[:-1], -1)
+    return torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)

@@ -227,10 +227,15 @@ def _places(config: ModelConfig, tp: int) -> Iterator[Reading]:
                 source == "bf16" and kind.quantised and not part.endswith("_weight")
             ):
                 continue
-            chain = chain_for(part, source, kind, config, Placement(0, tp))
-            shapes = chain.shapes(*checkpoint_shape(part, source, config))
-            for at, shape in enumerate(shapes):
-                yield Reading(part, source, kind.name, tp, shape, at, chain.steps, tuple(shapes))
+            # Under an uneven cut the last rank's share is smaller.
+            for rank in dict.fromkeys((0, tp - 1)):
+                try:
+                    chain = chain_for(part, source, kind, config, Placement(rank, tp))
+                    shapes = chain.shapes(*checkpoint_shape(part, source, config))
+                except LayoutError:
+                    continue  # sizes that this backend cannot hold
+                for at, shape in enumerate(shapes):
+                    yield Reading(part, source, kind.name, tp, shape, at, chain.steps, tuple(shapes))
 
 
 def _unknown(shape: Shape, config: ModelConfig, tp: int) -> str:

@@ -42,7 +42,7 @@ class LedgerRow:
     parameter
         The parameter written to.
     region
-        The box written; None if the write was no box.
+        The box written; None if the write was no box, or by an operation that need not write all of its target.
     parameter_shape
         The parameter's shape at that time.
     loader
@@ -147,6 +147,13 @@ class Ledger:
         return self.to_frame().to_html(index=False, border=0)
 
 
+# Operations that write every element of their target; of any other (index_put_, masked_fill_ ...) the region
+# is not known, and the coverage says so.
+_WHOLE_WRITES = frozenset(
+    f"aten::{name}_" for name in ("copy", "fill", "zero", "add", "sub", "mul", "div", "normal", "uniform")
+)
+
+
 class LedgerKeeper(TorchDispatchMode):
     """Record the writes into a model's parameters while it is on.
 
@@ -184,11 +191,12 @@ class LedgerKeeper(TorchDispatchMode):
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
-            target = args[position] if position < len(args) else kwargs.get(argument.name)
-            if isinstance(target, torch.Tensor) and target.device.type != "meta" and target.numel():
-                known = self._parameters.get(target.untyped_storage().data_ptr())
-                if known is not None:
-                    self._record(func, known, target, args)
+            written = args[position] if position < len(args) else kwargs.get(argument.name)
+            for target in written if isinstance(written, (list, tuple)) else [written]:
+                if isinstance(target, torch.Tensor) and target.device.type != "meta" and target.numel():
+                    known = self._parameters.get(target.untyped_storage().data_ptr())
+                    if known is not None:
+                        self._record(func, known, target, args)
         return result
 
     def _record(self, func: Any, known: tuple[str, torch.Tensor], target: torch.Tensor, args: tuple[Any, ...]) -> None:
@@ -208,7 +216,7 @@ class LedgerKeeper(TorchDispatchMode):
                 source=source,
                 source_region=region,
                 parameter=name,
-                region=box_of(target, parameter),
+                region=box_of(target, parameter) if func._schema.name in _WHOLE_WRITES else None,
                 parameter_shape=tuple(parameter.shape),
                 loader=loader,
                 writer=writer,

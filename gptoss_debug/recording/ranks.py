@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+from gptoss_debug.engines.environment import QUIET
 from gptoss_debug.engines.vllm_adapter import free_port, loaded_model, require_vllm
 from gptoss_debug.errors import EngineError
 from gptoss_debug.files import new_directory
@@ -70,7 +71,7 @@ def _run_ranks(model: Path, out: Path, backend: BackendName, tp: int, expert_par
                 "ep": expert_parallel,
                 "address": address,
             }
-            environment = os.environ | {
+            environment = {**QUIET, **os.environ} | {
                 VARIABLE: json.dumps({"out": str(out), "layers": layers, "by": os.getpid()}),
                 "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // tp)),
             }

@@ -54,7 +54,8 @@ class Recorder(AbstractContextManager["Recorder"]):
     Raises
     ------
     RecordingError
-        If ``out`` holds something, or the block ends well without any model having been loaded.
+        If ``out`` holds something, or the block ends well without any model having been loaded. When a
+        load raises, what was written until then is recorded, without snapshots.
 
     Examples
     --------
@@ -74,8 +75,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         """Install the hooks here and announce them to worker processes."""
         vllm_adapter.prepare_process()
         self.out.mkdir(parents=True, exist_ok=True)
-        os.environ[VARIABLE] = json.dumps({"out": str(self.out), "layers": self._layers, "by": os.getpid()})
         self._session.install()
+        os.environ[VARIABLE] = json.dumps({"out": str(self.out), "layers": self._layers, "by": os.getpid()})
         return self
 
     def __exit__(
@@ -84,8 +85,12 @@ class Recorder(AbstractContextManager["Recorder"]):
         """Restore everything."""
         os.environ.pop(VARIABLE, None)
         self._session.uninstall()
-        if kind is None and not any(self.out.iterdir()):
-            self.out.rmdir()
+        for leftover in self.out.glob(".rank*.partial"):  # of worker processes that ended before their time
+            shutil.rmtree(leftover, ignore_errors=True)
+        if any(self.out.iterdir()):
+            return
+        self.out.rmdir()
+        if kind is None:
             raise RecordingError(
                 "nothing was recorded: no model was loaded inside the block",
                 where=self.out,
@@ -145,6 +150,8 @@ class _Session:
 
     def _initialize(self, original: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
         model = original(*args, **kwargs)
+        if not vllm_adapter.holds_experts(model):
+            return model  # a draft model, say
         vllm_config: Any = kwargs.get("vllm_config", args[0] if args else None)
         model_config = kwargs.get("model_config") or vllm_config.model_config
         self._model_path = str(model_config.model)
@@ -165,23 +172,28 @@ class _Session:
         self._loads += 1
         placement = vllm_adapter.placement_of(model)
         keeper = LedgerKeeper(model, placement.rank, self._loads, vllm_adapter.loader_code(model))
+        failed = True
         try:
             with keeper:
-                return original(model, keeper.loading(weights), *args, **kwargs)
+                result = original(model, keeper.loading(weights), *args, **kwargs)
+            failed = False
+            return result
         finally:
             self._rows += keeper.rows
             self._offered += keeper.offered
-            if (self._out / f"rank{placement.rank}").exists():
-                self._write_index(model, self._out / f"rank{placement.rank}")
+            # A load that fails is worth a recording too, and one after the repack adds to what is there.
+            if failed or self._rank_path(placement.rank).exists():
+                self._write(model, placement.rank)
 
     def _process(self, original: Callable[..., None], model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if type(model) not in self._hooked:
+            return original(model, *args, **kwargs)
         rank = vllm_adapter.placement_of(model).rank
-        if (self._out / f"rank{rank}").exists():
+        if self._rank_path(rank).exists():
             raise RecordingError(
                 "holds a load already", where=self._out, hint="Use a recorder of its own for each model that is loaded."
             )
-        self._partial = Path(tempfile.mkdtemp(prefix=f".rank{rank}.", suffix=".partial", dir=self._out))
-        self._partial.chmod(0o755)
+        self._partial = self._new_partial(rank)
         methods = []
         try:
             for layer in vllm_adapter.expert_layers(model):
@@ -191,9 +203,25 @@ class _Session:
         finally:
             for method in methods:
                 vars(method).pop("process_weights_after_loading", None)
-        self._write_index(model, self._partial)
-        self._partial.rename(self._out / f"rank{rank}")
-        self._partial = None
+        self._write(model, rank)
+
+    def _rank_path(self, rank: int) -> Path:
+        return self._out / f"rank{rank}"
+
+    def _new_partial(self, rank: int) -> Path:
+        partial = Path(tempfile.mkdtemp(prefix=f".rank{rank}.", suffix=".partial", dir=self._out))
+        partial.chmod(0o755)
+        return partial
+
+    def _write(self, model: nn.Module, rank: int) -> None:
+        """Put the rank's directory into place, or bring its index up to date."""
+        path = self._rank_path(rank)
+        if path.exists():
+            self._write_index(model, path)
+            return
+        partial, self._partial = self._partial or self._new_partial(rank), None
+        self._write_index(model, partial)
+        partial.rename(path)
 
     def _watch(self, layer: vllm_adapter.ExpertLayer) -> None:
         """Snapshot one layer around its own repack, so that no more than one is held in memory."""

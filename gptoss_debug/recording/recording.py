@@ -257,5 +257,7 @@ def find_layers(text: str) -> frozenset[int] | None:
         raise RecordingError("is no choice of layers", where=repr(text), expected="all, none, or numbers as 0,3-5")
     layers: set[int] = set()
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
+        if last and int(last) < int(first):
+            raise RecordingError("is no choice of layers", where=repr(text), expected="ranges that go upwards")
         layers |= set(range(int(first), int(last or first) + 1))
     return frozenset(layers)

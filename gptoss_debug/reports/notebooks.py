@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gptoss_debug.diagnosis.verdict import Verdict
+from gptoss_debug.engines.environment import QUIET
 from gptoss_debug.environ import variables
 from gptoss_debug.errors import GptOssDebugError
 from gptoss_debug.files import write_text
@@ -18,11 +19,7 @@ from gptoss_debug.files import write_text
 KERNEL = "python3"
 
 # Kernels show no progress bars and draw into the page, not on a screen.
-_QUIET = {
-    "TQDM_DISABLE": "1",
-    "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-}
+_KERNEL_VARIABLES = QUIET | {"TQDM_DISABLE": "1", "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ def run_notebook(path: Path, out: Path, parameters: Mapping[str, Any]) -> Notebo
     verdict_file = out / f"{path.stem}.json"
     failure = None
     # Unix sockets need a short path, which no output directory promises to be.
-    with variables(**_QUIET), tempfile.TemporaryDirectory(prefix="gptoss-") as scratch:
+    with variables(**_KERNEL_VARIABLES), tempfile.TemporaryDirectory(prefix="gptoss-") as scratch:
         executed, log = Path(scratch) / "executed.ipynb", Path(scratch) / "log"
         try:
             papermill.execute_notebook(

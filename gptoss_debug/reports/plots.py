@@ -142,6 +142,7 @@ def _short(parameter: str) -> str:
 
 _COMPARED = {
     "exact": ("", BLUE),
+    "rounded": ("r", SKY),
     "differs": ("x", VERMILION),
     "padding not zero": ("p", ORANGE),
     "not compared": ("?", GREY),

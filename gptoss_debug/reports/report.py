@@ -71,8 +71,14 @@ def make_report(
     checkpoint.check_values()
     check_parallel(checkpoint.config, tp)
     _check_device(device)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.resolve().parent))
+    out = out.resolve()
+    # Beside the pages' final place or in it, so that moving them there is a rename on one file system.
+    place = out if out.is_dir() else out.parent
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=place))
+    except OSError as error:
+        raise GptOssDebugError(f"cannot be written ({error.strerror})", where=out) from None
     try:
         parameters = {
             "model": str(checkpoint.path.resolve()),
