@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from random_checkpoint import write_random_checkpoint
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from gptoss_debug.checkpoints.names import PARTS, Part
+from gptoss_debug.checkpoints.random import write_random_checkpoint
 from gptoss_debug.checkpoints.reader import Checkpoint
 from gptoss_debug.diagnosis.compare import compare_rank
 from gptoss_debug.layouts.catalog import BACKENDS, Placement, chain_for

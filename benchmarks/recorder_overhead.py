@@ -12,8 +12,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from random_checkpoint import write_random_checkpoint
-
+from gptoss_debug.checkpoints.random import write_random_checkpoint
 from gptoss_debug.checkpoints.toy import toy_path
 from gptoss_debug.engines.vllm_adapter import loaded_model
 from gptoss_debug.recording.recorder import Recorder

@@ -178,7 +178,9 @@ def test_what_does_not_fit_is_refused_by_name():
         chain_for("w13_weight_scale", "bf16", BACKENDS["bf16"], ModelConfig.named("gpt-oss-20b"))
 
 
-@pytest.mark.parametrize(("tp", "named"), [(3, "num_attention_heads 4"), (0, "num_attention_heads")])
+@pytest.mark.parametrize(
+    ("tp", "named"), [(3, "num_attention_heads 4"), (4, "num_key_value_heads 2"), (0, "num_attention_heads")]
+)
 def test_ranks_that_do_not_divide_are_refused(toy, tp, named):
     with pytest.raises(LayoutError, match=named):
         check_parallel(toy.config, tp)

@@ -5,16 +5,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gptoss_debug.checkpoints.config import ModelConfig
+from gptoss_debug.checkpoints.random import write_random_checkpoint
 from gptoss_debug.checkpoints.reader import Checkpoint
 from gptoss_debug.checkpoints.toy import toy_path
+from gptoss_debug.checkpoints.writer import write_bf16_twin
 from gptoss_debug.diagnosis.compare import compare_rank, compare_recording
 from gptoss_debug.diagnosis.comparison import Comparison
+from gptoss_debug.diagnosis.coverage import load_coverage
 from gptoss_debug.engines.huggingface import HuggingFaceExperts
 from gptoss_debug.errors import LayoutError, RecordingError
 from gptoss_debug.layouts import marlin
 from gptoss_debug.layouts.catalog import Placement
 from gptoss_debug.layouts.chain import Chain
 from gptoss_debug.recording.digests import expert_digests
+from gptoss_debug.recording.ranks import record_load
 from gptoss_debug.recording.recording import Recording
 
 
@@ -38,6 +43,17 @@ def test_a_real_load_is_exact(recorded, toy, toy_bf16, backend, tp, expert_paral
     assert [r.status for r in comparison.results] == ["exact"] * tensors
     assert comparison.verdict.verdict == "ok"
     assert comparison.verdict.headline.startswith(f"All {tensors} expert tensors")
+
+
+def test_an_uneven_cut_is_exact(tmp_path):
+    """Five MXFP4 blocks for two ranks: three and two."""
+    config = ModelConfig(96, 160, 4, 2, 4, 2, 64, 640)
+    model = Checkpoint.open(write_random_checkpoint(tmp_path / "model", config))
+    write_bf16_twin(model, tmp_path / "twin")
+    recording = record_load(model.path, tmp_path / "recording", tp=2)
+    for source in (model, Checkpoint.open(tmp_path / "twin")):
+        assert compare(recording, source).verdict.verdict == "ok"
+    assert load_coverage(recording).verdict.verdict == "ok"
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -43,7 +43,7 @@ class ModelConfig:
                 found=json.dumps(config.get("model_type")),
             )
         sizes = {}
-        for field, key in _KEYS.items():
+        for field, key in HUGGING_FACE_KEYS.items():
             value = config.get(key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise CheckpointError(
@@ -73,7 +73,7 @@ class ModelConfig:
             ) from None
 
 
-_KEYS = {
+HUGGING_FACE_KEYS = {
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
     "num_experts": "num_local_experts",

@@ -115,7 +115,12 @@ def check_parallel(config: ModelConfig, size: int, expert_parallel: bool = False
     LayoutError
         Naming the size that does not divide.
     """
-    sizes = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
+    # vLLM's GPT-OSS does not replicate key-value heads, so there must be one for each rank.
+    sizes = {
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "intermediate_size": config.intermediate_size,
+    }
     if expert_parallel:
         sizes["num_local_experts"] = config.num_experts
     for name, value in sizes.items():
