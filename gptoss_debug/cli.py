@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -43,7 +44,12 @@ def _command(function: Command) -> Callable[..., None]:
         except GptOssDebugError as error:
             verdict = _refuse(error, as_json)
         except OSError as error:
-            verdict = _refuse(GptOssDebugError(f"{error.strerror}", where=error.filename), as_json)
+            verdict = _refuse(GptOssDebugError(error.strerror or str(error), where=error.filename), as_json)
+        except Exception as error:
+            if os.environ.get("GPTOSS_DEBUG_TRACEBACK") == "1":
+                raise
+            what = f"unexpected {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            verdict = _refuse(GptOssDebugError(what, hint="GPTOSS_DEBUG_TRACEBACK=1 shows where."), as_json)
         except KeyboardInterrupt:
             click.echo("interrupted; nothing was left half-written", err=True)
             sys.exit(130)

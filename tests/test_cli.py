@@ -100,6 +100,18 @@ def test_bad_input_is_one_clear_line(arguments, message, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_nobody_expected_is_an_error_too(monkeypatch, tmp_path):
+    def fail(*args, **kwargs):
+        raise RuntimeError("first line\nsecond line")
+
+    monkeypatch.setattr("gptoss_debug.cli.write_toy", fail)
+    result = run("toy", tmp_path / "x")
+    assert result.exit_code == 2
+    assert result.stderr == "error: unexpected RuntimeError: first line. GPTOSS_DEBUG_TRACEBACK=1 shows where.\n"
+    monkeypatch.setenv("GPTOSS_DEBUG_TRACEBACK", "1")
+    assert isinstance(CliRunner().invoke(main, ["toy", str(tmp_path / "x")]).exception, RuntimeError)
+
+
 def test_the_module_is_the_command():
     result = subprocess.run([sys.executable, "-m", "gptoss_debug", "--version"], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "gptoss-debug, version 0.1.0\n")
