@@ -7,6 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+def core_share(processes: int) -> str:
+    """Return the cores for each of so many processes, at least one, as ``OMP_NUM_THREADS`` takes it.
+
+    Two OpenMP teams on the same cores spin against each other.
+    """
+    return str(max(1, (os.cpu_count() or 1) // processes))
+
+
 @contextmanager
 def variables(**values: str) -> Iterator[None]:
     """Set environment variables for the length of the block, then put back what was there."""

@@ -12,6 +12,24 @@ from pathlib import Path
 from gptoss_debug.errors import GptOssDebugError
 
 
+def partial_directory(target: Path, *, within: Path | None = None) -> Path:
+    """Make a temporary directory for what becomes ``target``, beside it or within another directory.
+
+    Raises
+    ------
+    GptOssDebugError
+        If it cannot be made.
+    """
+    place = within or target.parent
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=place))
+        temporary.chmod(0o755)
+    except OSError as error:
+        raise GptOssDebugError(f"cannot be written ({error.strerror})", where=target) from None
+    return temporary
+
+
 @contextmanager
 def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary directory that becomes ``path`` when the block ends well, and vanishes when not.
@@ -38,13 +56,8 @@ def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
         raise GptOssDebugError(
             "holds files already", where=path, hint="Name another output directory, or empty this one."
         )
+    temporary = partial_directory(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
-    except OSError as error:
-        raise GptOssDebugError(f"cannot be written ({error.strerror})", where=path) from None
-    try:
-        temporary.chmod(0o755)
         yield temporary
         if replace and path.exists():
             shutil.rmtree(path)

@@ -28,6 +28,9 @@ PARTS: tuple[Part, ...] = (
 
 WEIGHTS: tuple[Part, ...] = ("w13_weight", "w2_weight")
 SCALES: tuple[Part, ...] = ("w13_weight_scale", "w2_weight_scale")
+SCALE_OF = dict(zip(WEIGHTS, SCALES, strict=True))
+"""Weight -> the scale that belongs to it."""
+
 BIASES: tuple[Part, ...] = ("w13_bias", "w2_bias")
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from gptoss_debug.checkpoints.config import HUGGING_FACE_KEYS, ModelConfig, read_json
 from gptoss_debug.checkpoints.names import expected_tensors
 from gptoss_debug.checkpoints.toy import toy_path
-from gptoss_debug.files import new_directory
+from gptoss_debug.checkpoints.writer import save_model
 
 LAYER_OF_20B = replace(ModelConfig.named("gpt-oss-20b"), num_layers=1, vocab_size=640)
 """One full layer of gpt-oss-20b (32 experts, hidden and intermediate 2880), with the toy's vocabulary."""
@@ -47,10 +45,7 @@ def write_random_checkpoint(out: Path, config: ModelConfig = LAYER_OF_20B, *, se
             tensors[name] = torch.randn(spec.shape, generator=generator).mul_(0.05).bfloat16()
     kinds = ["sliding_attention", "full_attention"]
     sizes = {key: getattr(config, field) for field, key in HUGGING_FACE_KEYS.items()}
-    changed = sizes | {"layer_types": [kinds[layer % 2] for layer in range(config.num_layers)]}
-    with new_directory(out) as partial:
-        for file in toy_path("A").glob("*.json"):
-            (partial / file.name).write_bytes(file.read_bytes())
-        (partial / "config.json").write_text(json.dumps(read_json(partial / "config.json") | changed, indent=2))
-        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    config_file = read_json(toy_path("A") / "config.json")
+    layers = {"layer_types": [kinds[layer % 2] for layer in range(config.num_layers)]}
+    save_model(out, config_file | sizes | layers, tensors, {}, copy_from=toy_path("A"))
     return out

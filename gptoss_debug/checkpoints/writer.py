@@ -59,7 +59,7 @@ def save_mxfp4(
             stored[f"{name}_scales"] = packed.scales
         else:
             stored[name] = tensor.to(torch.bfloat16)
-    _save(out, dict(config) | {"quantization_config": _QUANTIZATION}, stored, texts or {}, replace=True)
+    save_model(out, dict(config) | {"quantization_config": _QUANTIZATION}, stored, texts or {}, replace=True)
 
 
 def write_bf16_twin(checkpoint: Checkpoint, out: Path) -> None:
@@ -83,10 +83,10 @@ def write_bf16_twin(checkpoint: Checkpoint, out: Path) -> None:
             codes = checkpoint.read_expert(layer, weight).flatten(-2)
             values = mxfp4.decode(codes, checkpoint.read_expert(layer, scale), torch.bfloat16)
             stored[expert_name(layer, weight, "bf16")] = values.transpose(1, 2)
-    _save(out, config, stored, {}, copy_from=checkpoint.path)
+    save_model(out, config, stored, {}, copy_from=checkpoint.path)
 
 
-def _save(
+def save_model(
     out: Path,
     config: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
@@ -95,6 +95,24 @@ def _save(
     copy_from: Path | None = None,
     replace: bool = False,
 ) -> None:
+    """Write a model directory whose tensors are as they are to be stored.
+
+    Parameters
+    ----------
+    out, config, tensors
+        The directory and what goes into it.
+    texts
+        Further files by name.
+    copy_from
+        A model directory whose other JSON files (tokenizer and so on) are taken over.
+    replace
+        Whether a directory of that name that holds files is replaced.
+
+    Raises
+    ------
+    GptOssDebugError
+        If ``out`` holds files already and ``replace`` is false.
+    """
     with new_directory(out, replace=replace) as partial:
         for file in sorted(copy_from.iterdir()) if copy_from else ():
             if file.suffix == ".json" and not file.name.endswith(".index.json"):

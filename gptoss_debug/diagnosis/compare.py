@@ -16,7 +16,7 @@ import torch
 from tqdm.auto import tqdm
 
 from gptoss_debug.checkpoints.config import ModelConfig
-from gptoss_debug.checkpoints.names import PARTS, Format, Part
+from gptoss_debug.checkpoints.names import PARTS, SCALE_OF, Format, Part
 from gptoss_debug.diagnosis.comparison import Comparison, PartResult, Status
 from gptoss_debug.engines.environment import release
 from gptoss_debug.errors import LayoutError, RecordingError
@@ -71,7 +71,7 @@ def compare_recording(recording: Recording, checkpoint: ExpertSource, *, progres
             state = rank.state(layer, part, "after")
             return None if state is None else state.experts
 
-        results += compare_rank(
+        found = compare_rank(
             fetch,
             checkpoint,
             rank.backend,
@@ -80,9 +80,10 @@ def compare_recording(recording: Recording, checkpoint: ExpertSource, *, progres
             digests=lookup,
             progress=progress,
         )
-        for result in results:
-            if result.status in ("differs", "padding not zero") and result.rank == rank.placement.rank:
+        for result in found:
+            if result.status in ("differs", "padding not zero"):
                 _check_stored(rank, result)
+        results += found
     return Comparison(tuple(results), _OUT_OF_SCOPE, recording.first.environment)
 
 
@@ -208,7 +209,7 @@ class _Task:
         tensor = checkpoint.read_expert(self.layer, self.part, chosen)
         if not self._dequantises(checkpoint) or self.part.endswith("_bias"):
             return tensor
-        scales = checkpoint.read_expert(self.layer, _scale_of(self.part), chosen)
+        scales = checkpoint.read_expert(self.layer, SCALE_OF[self.part], chosen)
         return mxfp4.decode(tensor.flatten(2), scales, torch.bfloat16).transpose(1, 2)
 
     def _by_value(self, live: torch.Tensor, fetch: Fetch, checkpoint: ExpertSource) -> list[PartResult]:
@@ -216,18 +217,19 @@ class _Task:
 
         Values that MXFP4 cannot hold are compared with what they round to, and called ``rounded``.
         """
-        live_scales = fetch(self.layer, _scale_of(self.part), self.experts)
+        live_scales = fetch(self.layer, SCALE_OF[self.part], self.experts)
         if live_scales is None:
             return self._skipped("the scales that belong to it were not kept")
         codes, scales = (
             chain_for(part, "mxfp4", self.kind, checkpoint.config, self.placement).unwind(tensor)
-            for part, tensor in ((self.part, live), (_scale_of(self.part), live_scales))
+            for part, tensor in ((self.part, live), (SCALE_OF[self.part], live_scales))
         )
         chain = catalog.value_chain(self.part, self.kind, checkpoint.config, self.placement)
         wanted = chain.forward(self._source(checkpoint)).float()
-        rounded = mxfp4.encode(wanted).decode()
+        values = mxfp4.decode(codes.values, scales.values)
+        rounded = wanted if torch.equal(values, wanted) else mxfp4.encode(wanted).decode()
         padding = [_dirty([pad[i] for _, pad in (*codes.padding, *scales.padding)]) for i in range(len(live))]
-        results = self._results(mxfp4.decode(codes.values, scales.values), rounded, padding)
+        results = self._results(values, rounded, padding)
         return [
             replace(result, status="rounded") if result.status == "exact" and not torch.equal(one, want) else result
             for result, one, want in zip(results, rounded, wanted, strict=True)
@@ -279,10 +281,6 @@ class _Task:
             PartResult(self.layer, self.rank, self.part, number + self.offset, "not compared", reason=reason)
             for number in range(self.experts.start, self.experts.stop)
         ]
-
-
-def _scale_of(part: Part) -> Part:
-    return "w13_weight_scale" if part == "w13_weight" else "w2_weight_scale"
 
 
 def _dirty(padding: list[torch.Tensor]) -> int:

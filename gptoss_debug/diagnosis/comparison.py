@@ -81,16 +81,14 @@ class Comparison:
                 f"the other {len(compared)} are exact ({scope})."
             )
             return Verdict("error", headline, [], not_checked, self.environment)
-        if rounded and not bad:
-            headline = (
-                f"All {len(compared)} expert tensors ({elements:,} values; {scope}) hold what the checkpoint says, "
-                f"{len(rounded)} of them rounded to MXFP4, and all padding is zero."
-            )
-            return Verdict("ok", headline, [], not_checked, self.environment)
         if not bad:
+            what = (
+                f"hold what the checkpoint says, {len(rounded)} of them rounded to MXFP4,"
+                if rounded
+                else "hold exactly what the checkpoint says,"
+            )
             headline = (
-                f"All {len(compared)} expert tensors ({elements:,} values; {scope}) hold exactly what the "
-                "checkpoint says, and all padding is zero."
+                f"All {len(compared)} expert tensors ({elements:,} values; {scope}) {what} and all padding is zero."
             )
             return Verdict("ok", headline, [], not_checked, self.environment)
         findings = list(_findings(bad))

@@ -13,7 +13,7 @@ from gptoss_debug.layouts import catalog
 from gptoss_debug.layouts.catalog import Placement, chain_for, checkpoint_shape
 from gptoss_debug.layouts.steps import Pad
 from gptoss_debug.recording.recording import RankRecording, Recording
-from gptoss_debug.recording.regions import Box, coverage, show_box, whole
+from gptoss_debug.recording.regions import Box, Coverage, coverage, show_box, whole
 
 Status = Literal["once", "incomplete", "twice", "never", "unknown"]
 
@@ -133,19 +133,6 @@ def _rank_coverage(rank: RankRecording) -> list[ParameterCoverage]:
         required = _required(rank, name, shape)
         boxes = [row.region for row in rows]
         found = coverage(shape, [box for box in boxes if box is not None], required)
-        status: Status = (
-            "unknown"
-            if None in boxes
-            else "once"
-            if not found.elements  # an empty share: the last rank of an uneven cut
-            else "never"
-            if not boxes
-            else "incomplete"
-            if found.never
-            else "twice"
-            if found.more
-            else "once"
-        )
         layer = layer_of(name)
         elements = coverage(shape, []).elements
         results.append(
@@ -153,7 +140,7 @@ def _rank_coverage(rank: RankRecording) -> list[ParameterCoverage]:
                 name,
                 rank.placement.rank,
                 -1 if layer is None else layer,
-                status,
+                _status(boxes, found),
                 found.elements,
                 found.never,
                 found.more,
@@ -164,6 +151,18 @@ def _rank_coverage(rank: RankRecording) -> list[ParameterCoverage]:
             )
         )
     return sorted(results, key=lambda p: (p.rank, p.layer, p.parameter))
+
+
+def _status(boxes: list[Box | None], found: Coverage) -> Status:
+    if None in boxes:
+        return "unknown"
+    if not found.elements:  # an empty share: the last rank of an uneven cut
+        return "once"
+    if not boxes:
+        return "never"
+    if found.never:
+        return "incomplete"
+    return "twice" if found.more else "once"
 
 
 def _required(rank: RankRecording, name: str, shape: tuple[int, ...]) -> Box:

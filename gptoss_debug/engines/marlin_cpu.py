@@ -9,6 +9,7 @@ platforms only.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -119,17 +120,10 @@ def moe_gemm(
     return rows
 
 
-def moe_gemm_shape(
-    input: torch.Tensor,
-    output: torch.Tensor | None,
-    b_qweight: torch.Tensor,
-    b_bias: torch.Tensor | None,
-    b_scales: torch.Tensor,
-    *others: Any,
-) -> torch.Tensor:
+def moe_gemm_shape(*arguments: Any, **named: Any) -> torch.Tensor:
     """Return an empty tensor of the shape that :func:`moe_gemm` returns, for torch.compile."""
-    top_k, size_m, size_n = others[9], others[12], others[13]
-    return input.new_empty((size_m * top_k, size_n))
+    given = inspect.signature(moe_gemm).bind(*arguments, **named).arguments
+    return given["input"].new_empty((given["size_m"] * given["top_k"], given["size_n"]))
 
 
 def align_block_size(

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from gptoss_debug.engines.vllm_adapter import check_backend, engine_args, prepare_process
-from gptoss_debug.environ import variables
+from gptoss_debug.environ import core_share, variables
 from gptoss_debug.layouts.catalog import BackendName
 
 
@@ -35,9 +35,7 @@ def open_engine(model: Path, *, backend: BackendName = "marlin", tp: int = 1, **
     os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     from vllm import LLM
 
-    # Each worker process gets its share of the cores: two OpenMP teams on the same cores spin against each other.
-    share = str(max(1, (os.cpu_count() or 1) // tp))
-    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", share)} if tp > 1 else {}
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", core_share(tp))} if tp > 1 else {}
     with variables(VLLM_ENABLE_V1_MULTIPROCESSING="0", **threads):
         engine = LLM(**engine_args(model, backend, tp, **options))
     try:

@@ -27,12 +27,7 @@ from gptoss_debug.errors import EngineError
 from gptoss_debug.layouts.catalog import BackendName, Placement
 
 # What vLLM's moe_backend option calls the backends of layouts.catalog.
-_MOE_BACKENDS: dict[BackendName, str] = {
-    "marlin": "marlin",
-    "raw": "emulation",
-    "bf16": "auto",
-    "bf16_cpu": "auto",
-}
+_MOE_BACKENDS: dict[BackendName, str] = {"marlin": "marlin", "raw": "emulation", "bf16": "auto", "bf16_cpu": "auto"}
 
 # ... and what a loaded layer's quant method says it chose.
 _CHOSEN: dict[str, BackendName] = {"MARLIN": "marlin", "EMULATION": "raw"}
@@ -230,16 +225,11 @@ def loaded_model(
 
     options = engine_args(model, backend, placement.size, enable_expert_parallel=placement.expert_parallel)
     config = EngineArgs(**options).create_engine_config()
-    gloo = current_platform.is_cpu()
     address = address or f"tcp://127.0.0.1:{free_port()}"
     # The variable names the ranks' shared memory; vLLM's executors set it for their workers.
     with variables(VLLM_DIST_IDENT=address.rpartition(":")[2]), set_current_vllm_config(config):
         parallel_state.init_distributed_environment(
-            placement.size,
-            placement.rank,
-            address,
-            placement.rank,
-            "gloo" if gloo else "nccl",
+            placement.size, placement.rank, address, placement.rank, "gloo" if current_platform.is_cpu() else "nccl"
         )
         try:
             parallel_state.ensure_model_parallel_initialized(placement.size, 1)
@@ -277,12 +267,14 @@ class ExpertLayer:
 
 
 def expert_layers(model: nn.Module) -> list[ExpertLayer]:
-    """Return the expert module of every layer, wherever this release keeps it below ``mlp.experts``."""
-    layers = []
-    for name, module in model.named_modules():
-        number = layer_of(f"{name}.")
-        if number is not None and isinstance(getattr(module, "w13_weight", None), torch.Tensor):
-            layers.append(ExpertLayer(number, name, module))
+    """Return the expert module of every layer, wherever this release keeps it below ``mlp.experts``.
+
+    Raises
+    ------
+    EngineError
+        If there is none; see :func:`holds_experts`.
+    """
+    layers = list(_find_experts(model))
     if not layers:
         raise EngineError("this model has no GPT-OSS experts", found=type(model).__name__)
     return layers
@@ -290,7 +282,14 @@ def expert_layers(model: nn.Module) -> list[ExpertLayer]:
 
 def holds_experts(model: nn.Module) -> bool:
     """Return whether the model is a GPT-OSS: a draft model beside it has none of its experts."""
-    return any(isinstance(getattr(module, "w13_weight", None), torch.Tensor) for module in model.modules())
+    return any(True for _ in _find_experts(model))
+
+
+def _find_experts(model: nn.Module) -> Iterator[ExpertLayer]:
+    for name, module in model.named_modules():
+        number = layer_of(f"{name}.")
+        if number is not None and isinstance(getattr(module, "w13_weight", None), torch.Tensor):
+            yield ExpertLayer(number, name, module)
 
 
 def chosen_backend(module: Any) -> str:
@@ -343,7 +342,7 @@ def placement_of(model: nn.Module) -> Placement:
 # --------------------------------------------------------------------------------- hooks for recording
 
 
-def loading_hooks() -> tuple[Any, ...]:
+def loading_module() -> Any:
     """Return the module in which vLLM looks up the two functions that a recorder wraps.
 
     ``initialize_model(...) -> model`` and ``process_weights_after_loading(model, model_config, device)``
@@ -351,7 +350,7 @@ def loading_hooks() -> tuple[Any, ...]:
     """
     from vllm.model_executor.model_loader import base_loader
 
-    return (base_loader,)
+    return base_loader
 
 
 def loader_code(model: nn.Module) -> set[Any]:

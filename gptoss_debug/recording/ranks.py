@@ -14,6 +14,7 @@ from pathlib import Path
 
 from gptoss_debug.engines.environment import QUIET
 from gptoss_debug.engines.vllm_adapter import free_port, loaded_model, require_vllm
+from gptoss_debug.environ import core_share
 from gptoss_debug.errors import EngineError
 from gptoss_debug.files import new_directory
 from gptoss_debug.layouts.catalog import BackendName, Placement
@@ -73,7 +74,7 @@ def _run_ranks(model: Path, out: Path, backend: BackendName, tp: int, expert_par
             }
             environment = {**QUIET, **os.environ} | {
                 VARIABLE: json.dumps({"out": str(out), "layers": layers, "by": os.getpid()}),
-                "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // tp)),
+                "OMP_NUM_THREADS": core_share(tp),
             }
             log = (out / f".log{rank}").open("w+", encoding="utf-8")
             logs.append(log)

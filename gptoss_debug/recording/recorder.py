@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -24,7 +23,7 @@ from gptoss_debug.checkpoints.config import ModelConfig
 from gptoss_debug.engines import vllm_adapter
 from gptoss_debug.engines.environment import Environment
 from gptoss_debug.errors import RecordingError
-from gptoss_debug.files import write_text
+from gptoss_debug.files import partial_directory, write_text
 from gptoss_debug.recording.census import census
 from gptoss_debug.recording.ledger import Ledger, LedgerKeeper, LedgerRow
 from gptoss_debug.recording.recording import (
@@ -127,7 +126,7 @@ class _Session:
 
     def install(self) -> None:
         """Wrap the functions that vLLM's loader looks up."""
-        (module,) = vllm_adapter.loading_hooks()
+        module = vllm_adapter.loading_module()
         self._replace(module, "initialize_model", self._initialize)
         self._replace(module, "process_weights_after_loading", self._process)
 
@@ -193,7 +192,7 @@ class _Session:
             raise RecordingError(
                 "holds a load already", where=self._out, hint="Use a recorder of its own for each model that is loaded."
             )
-        self._partial = self._new_partial(rank)
+        self._partial = partial_directory(self._rank_path(rank))
         methods = []
         try:
             for layer in vllm_adapter.expert_layers(model):
@@ -208,18 +207,13 @@ class _Session:
     def _rank_path(self, rank: int) -> Path:
         return self._out / f"rank{rank}"
 
-    def _new_partial(self, rank: int) -> Path:
-        partial = Path(tempfile.mkdtemp(prefix=f".rank{rank}.", suffix=".partial", dir=self._out))
-        partial.chmod(0o755)
-        return partial
-
     def _write(self, model: nn.Module, rank: int) -> None:
         """Put the rank's directory into place, or bring its index up to date."""
         path = self._rank_path(rank)
         if path.exists():
             self._write_index(model, path)
             return
-        partial, self._partial = self._partial or self._new_partial(rank), None
+        partial, self._partial = self._partial or partial_directory(path), None
         self._write_index(model, partial)
         partial.rename(path)
 

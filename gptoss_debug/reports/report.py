@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,7 +13,7 @@ from gptoss_debug.checkpoints.reader import Checkpoint
 from gptoss_debug.diagnosis.verdict import Outcome, Verdict
 from gptoss_debug.engines.environment import Environment
 from gptoss_debug.errors import GptOssDebugError
-from gptoss_debug.files import write_text
+from gptoss_debug.files import partial_directory, write_text
 from gptoss_debug.layouts.catalog import check_parallel
 from gptoss_debug.reports.notebooks import NotebookRun, find_notebooks, run_notebook
 
@@ -73,12 +72,7 @@ def make_report(
     _check_device(device)
     out = out.resolve()
     # Beside the pages' final place or in it, so that moving them there is a rename on one file system.
-    place = out if out.is_dir() else out.parent
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=place))
-    except OSError as error:
-        raise GptOssDebugError(f"cannot be written ({error.strerror})", where=out) from None
+    work = partial_directory(out, within=out if out.is_dir() else None)
     try:
         parameters = {
             "model": str(checkpoint.path.resolve()),
