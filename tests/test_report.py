@@ -148,7 +148,8 @@ def test_bad_input_leaves_no_report(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "file"]
 
 
-def test_ctrl_c_leaves_no_partial_report(tmp_path):
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 2.0])
+def test_ctrl_c_leaves_no_partial_report(tmp_path, seconds):
     process = subprocess.Popen(
         [sys.executable, "-m", "gptoss_debug", "report", "--out", str(tmp_path / "out")],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -157,6 +158,7 @@ def test_ctrl_c_leaves_no_partial_report(tmp_path):
         time.sleep(0.1)
         if any(tmp_path.glob(".out.*/recording")):
             break
+    time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130

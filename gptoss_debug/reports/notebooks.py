@@ -111,6 +111,11 @@ def run_notebook(path: Path, out: Path, parameters: Mapping[str, Any]) -> Notebo
             )
         except PapermillExecutionError as error:
             failure = Verdict("error", f"The notebook broke off: {error.ename}: {_plain(error.evalue)}")
+        except KeyboardInterrupt:
+            # The cell that was waited for fails when its kernel goes, and asyncio would print that as a
+            # traceback nobody asked for.
+            logging.getLogger("asyncio").disabled = True
+            raise
         except DeadKernelError:
             last = log.read_text(errors="replace").strip().splitlines()[-1:]
             failure = Verdict("error", f"The notebook's kernel died: {_plain(last[0]) if last else 'no message'}")
