@@ -17,12 +17,14 @@ from rich.table import Table
 
 from gptoss_debug import __version__
 from gptoss_debug.checkpoints.config import ModelConfig
+from gptoss_debug.checkpoints.names import Format
 from gptoss_debug.checkpoints.reader import Checkpoint
-from gptoss_debug.checkpoints.toy import toy_path, write_toy
-from gptoss_debug.diagnosis.verdict import EXIT_CODES, Verdict
+from gptoss_debug.checkpoints.toy import PROMPTS, toy_path, write_toy
 from gptoss_debug.engines.environment import Environment
 from gptoss_debug.errors import GptOssDebugError
 from gptoss_debug.layouts.catalog import BackendName, check_parallel, default_backend
+from gptoss_debug.sync.loaders import Loader
+from gptoss_debug.verdict import EXIT_CODES, Verdict
 
 Command = Callable[..., Verdict | tuple[Verdict, str]]
 """Returns a verdict, and the text to print in its place where a verdict is not what was asked for."""
@@ -189,6 +191,59 @@ def compare(recording: Path, model: Path, as_json: bool) -> Verdict:
     checkpoint = Checkpoint.open(model)
     checkpoint.check_values()
     return compare_recording(opened, checkpoint, progress=not as_json).verdict
+
+
+@main.command("verify-sync")
+@click.argument("model_a", type=click.Path(path_type=Path))
+@click.argument("model_b", type=click.Path(path_type=Path))
+@click.option(
+    "--loader",
+    "loaders",
+    multiple=True,
+    type=click.Choice(["fixed", "reload_weights", "load_weights"]),
+    help="Which loader; again for more  [default: fixed]",
+)
+@click.option(
+    "--source",
+    type=click.Choice(["mxfp4", "bf16"]),
+    help="How the weights are sent: as stored, or dequantised as a trainer has them  [default: as stored]",
+)
+@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks.")
+@click.option("--expert-parallel", is_flag=True, help="Share out whole experts among the ranks.")
+@click.option("--no-text", is_flag=True, help="Compare the weights only; do not start engines to generate.")
+@_command
+def verify_sync(
+    model_a: Path,
+    model_b: Path,
+    loaders: tuple[Loader, ...],
+    source: Format | None,
+    tp: int,
+    expert_parallel: bool,
+    no_text: bool,
+    as_json: bool,
+) -> Verdict:
+    """Load MODEL_B's weights into a vLLM that holds MODEL_A, and compare with a vLLM started from MODEL_B."""
+    from gptoss_debug.sync.proof import prove
+
+    stored = Checkpoint.open(model_a).source
+    with _busy("asking the oracles (a minute or so for each loader)", as_json):
+        proof = prove(
+            model_a,
+            model_b,
+            loaders or ("fixed",),
+            source=source or stored,
+            tp=tp,
+            expert_parallel=expert_parallel,
+            prompts=() if no_text else PROMPTS,
+        )
+    if not as_json:
+        table = Table(box=None, pad_edge=False)
+        for name in ("oracle", *proof.results):
+            table.add_column(name, overflow="fold")
+        for oracle, row in proof.to_frame().iterrows():
+            table.add_row(str(oracle), *(f"[{'red' if c.startswith('FAULT') else 'green'}]{escape(c)}" for c in row))
+        Console(highlight=False).print(table)
+    return proof.verdict
 
 
 @main.command("explain-shapes")

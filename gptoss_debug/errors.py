@@ -34,6 +34,11 @@ class GptOssDebugError(Exception):
         self.hint = hint
         super().__init__(what)
 
+    def to_json(self) -> dict[str, str | None]:
+        """Return what the error is made of, as text; the same arguments make it again."""
+        pieces = {"what": self.what, "where": self.where, "expected": self.expected, "found": self.found}
+        return {name: None if piece is None else str(piece) for name, piece in pieces.items()} | {"hint": self.hint}
+
     def __str__(self) -> str:
         text = self.what if self.where is None else f"{self.where}: {self.what}"
         if self.expected is not None:
@@ -59,3 +64,7 @@ class EngineError(GptOssDebugError):
 
 class RecordingError(GptOssDebugError):
     """A recording is missing, incomplete, damaged, or of another model."""
+
+
+class SyncError(GptOssDebugError):
+    """A weight update is incomplete, wrong, or came at a wrong time; the engine keeps its old weights."""

@@ -79,7 +79,7 @@ def test_formats_without_a_cpu_implementation_are_refused():
 
 def test_the_registered_gemm_can_be_traced():
     """Users do not always say enforce_eager: torch.compile must know the operation's shape."""
-    from gptoss_debug.engines.vllm_adapter import prepare_process
+    from gptoss_debug.engines.vllm_cpu import prepare_process
 
     assert prepare_process()
     _, _, (weight, scale, bias) = experts(2, 128, 256)

@@ -3,7 +3,7 @@ import os
 import pytest
 
 from gptoss_debug.diagnosis.coverage import load_coverage
-from gptoss_debug.engines import vllm_adapter
+from gptoss_debug.engines import vllm_adapter, vllm_cpu
 from gptoss_debug.errors import EngineError, RecordingError
 from gptoss_debug.recording.recorder import VARIABLE, Recorder
 
@@ -17,7 +17,7 @@ def hooks():
 
 
 def test_in_process_recording_and_nothing_left_behind(tmp_path, toy, recorded):
-    vllm_adapter.prepare_process()
+    vllm_cpu.prepare_process()
     before, environment = hooks(), dict(os.environ)
     with Recorder(tmp_path / "out") as recorder:
         assert hooks() != before

@@ -10,10 +10,10 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from gptoss_debug.checkpoints.toy import toy_path, write_toy
-from gptoss_debug.diagnosis.verdict import Verdict
 from gptoss_debug.errors import GptOssDebugError
 from gptoss_debug.reports.notebooks import NotebookRun, find_notebooks, run_notebook
 from gptoss_debug.reports.report import index_page, make_report, summarise
+from gptoss_debug.verdict import Verdict
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def notebook(tmp_path, monkeypatch):
 
 SAVE = """
 from pathlib import Path
-from gptoss_debug.diagnosis.verdict import Verdict
+from gptoss_debug.verdict import Verdict
 Verdict("{}", "It is <so>.", [{{"sentence": "a <b> c"}}] if "{}" == "fault" else []).save(Path(verdict_file))
 """
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from gptoss_debug.checkpoints.names import Part, expert_name
-from gptoss_debug.diagnosis.verdict import Verdict, join, numbered
+from gptoss_debug.verdict import Verdict, join, numbered
 
 Status = Literal["exact", "rounded", "differs", "padding not zero", "not compared"]
 

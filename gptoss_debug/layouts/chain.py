@@ -84,6 +84,10 @@ class Chain:
             live = step.inverse(live)
         return Unwound(live, tuple(padding))
 
+    def rewind(self, values: torch.Tensor) -> torch.Tensor:
+        """Take a rank's share in canonical order forward to the kernel's layout: what :meth:`unwind` undoes."""
+        return reduce(lambda value, step: step.forward(value), self.steps[self.cut :], values)
+
     def shapes(self, shape: Sequence[int], dtype: torch.dtype) -> list[tuple[int, ...]]:
         """Return the shape before the first step and after each one; nothing is computed."""
         value = torch.empty(tuple(shape), dtype=dtype, device="meta")

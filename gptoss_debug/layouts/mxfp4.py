@@ -149,6 +149,35 @@ def encode(values: torch.Tensor) -> Mxfp4:
     return Mxfp4(pack_codes(codes), biased.to(torch.uint8))
 
 
+def encode_like(values: torch.Tensor, old: Mxfp4) -> Mxfp4:
+    """Quantise as :func:`encode` does, but keep the old bytes of every block that stands for the same values.
+
+    A block whose largest code is below 4 has several spellings. A model that did not change comes back
+    with its own, and a block that changed gets the one that :func:`encode` gives it, whatever was there.
+
+    Parameters
+    ----------
+    values : ``[..., K]`` of any float dtype.
+    old
+        Codes ``[..., K / 2]`` and scales ``[..., K / 32]``.
+
+    Raises
+    ------
+    LayoutError
+        As :func:`encode` does.
+    """
+    new = encode(values)
+    if torch.equal(new.codes, old.codes) and torch.equal(new.scales, old.scales):
+        return new
+    decoded = old.decode()
+    bits = torch.int32  # -0.0 is another value than 0.0
+    same = (decoded.view(bits) == values.float().contiguous().view(bits)).unflatten(-1, (-1, BLOCK)).all(dim=-1)
+    codes = torch.where(
+        same.unsqueeze(-1), old.codes.unflatten(-1, (-1, BLOCK // 2)), new.codes.unflatten(-1, (-1, BLOCK // 2))
+    )
+    return Mxfp4(codes.flatten(-2), torch.where(same, old.scales, new.scales))
+
+
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
     """Pack ``[..., K]`` codes (0 to 15, uint8) into ``[..., K / 2]`` bytes, even element in the low nibble."""
     pairs = codes.unflatten(-1, (codes.shape[-1] // 2, 2))

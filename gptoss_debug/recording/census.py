@@ -23,6 +23,9 @@ _SKIP_MODULES = ("vllm.config", "transformers", "torch.distributed", "logging", 
 _SKIP_ATTRIBUTES = {"_parameters", "_buffers", "_modules", "__doc__", "__module__"}
 
 
+Kind = Literal["parameter", "buffer", "unregistered"]
+
+
 @dataclass(frozen=True)
 class CensusEntry:
     """One reachable tensor.
@@ -42,7 +45,7 @@ class CensusEntry:
     """
 
     path: str
-    kind: Literal["parameter", "buffer", "unregistered"]
+    kind: Kind
     owner: str
     dtype: str
     shape: tuple[int, ...]
@@ -92,10 +95,7 @@ def census(model: nn.Module) -> Census:
     """Return every tensor reachable from a model, each under every path that leads to it from a module."""
     entries: list[CensusEntry] = []
     owners: dict[int, str] = {}
-
-    def add(path: str, kind: Literal["parameter", "buffer", "unregistered"], tensor: torch.Tensor) -> None:
-        if tensor.device.type == "meta":
-            return
+    for path, kind, tensor in reachable_tensors(model):
         storage = tensor.untyped_storage()
         pointer = storage.data_ptr()
         entries.append(
@@ -111,18 +111,24 @@ def census(model: nn.Module) -> Census:
                 storage.nbytes(),
             )
         )
+    return Census(tuple(entries))
 
+
+def reachable_tensors(model: nn.Module) -> Iterator[tuple[str, Kind, torch.Tensor]]:
+    """Yield path, kind and tensor of what a census lists, parameters first; meta tensors are left out."""
     for name, parameter in model.named_parameters():
-        add(name, "parameter", parameter)
+        if not parameter.is_meta:
+            yield name, "parameter", parameter
     for name, buffer in model.named_buffers():
-        add(name, "buffer", buffer)
+        if not buffer.is_meta:
+            yield name, "buffer", buffer
     seen = {id(module) for module in model.modules()}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             if attribute not in _SKIP_ATTRIBUTES:
                 for path, tensor in _reachable(value, f"{name}.{attribute}".lstrip("."), seen, MAX_DEPTH):
-                    add(path, "unregistered", tensor)
-    return Census(tuple(entries))
+                    if not tensor.is_meta:
+                        yield path, "unregistered", tensor
 
 
 def _reachable(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, torch.Tensor]]:

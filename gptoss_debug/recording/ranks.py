@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import time
 from pathlib import Path
 
-from gptoss_debug.engines.environment import QUIET
-from gptoss_debug.engines.vllm_adapter import free_port, loaded_model, require_vllm
-from gptoss_debug.environ import core_share
-from gptoss_debug.errors import EngineError
+from gptoss_debug.engines.ranks import placement_in, run_ranks
+from gptoss_debug.engines.vllm_adapter import loaded_model
+from gptoss_debug.engines.vllm_cpu import require_vllm
 from gptoss_debug.files import new_directory
 from gptoss_debug.layouts.catalog import BackendName, Placement
 from gptoss_debug.recording.recorder import VARIABLE
@@ -53,70 +50,26 @@ def record_load(
     find_layers(layers)
     out = Path(out).resolve()
     with new_directory(out) as partial:
-        _run_ranks(model, partial, backend, tp, expert_parallel, layers)
+        recorder = {"out": str(partial), "layers": layers, "by": os.getpid()}
+        run_ranks(
+            __name__,
+            {"model": str(model), "backend": backend},
+            Placement(0, tp, expert_parallel),
+            doing="vLLM could not load the model",
+            variables={VARIABLE: json.dumps(recorder)},
+        )
         Recording.open(partial)
     return Recording.open(out)
-
-
-def _run_ranks(model: Path, out: Path, backend: BackendName, tp: int, expert_parallel: bool, layers: str) -> None:
-    address = f"tcp://127.0.0.1:{free_port()}"
-    processes = []
-    logs = []
-    try:
-        for rank in range(tp):
-            task = {
-                "model": str(model),
-                "backend": backend,
-                "rank": rank,
-                "tp": tp,
-                "ep": expert_parallel,
-                "address": address,
-            }
-            environment = {**QUIET, **os.environ} | {
-                VARIABLE: json.dumps({"out": str(out), "layers": layers, "by": os.getpid()}),
-                "OMP_NUM_THREADS": core_share(tp),
-            }
-            log = (out / f".log{rank}").open("w+", encoding="utf-8")
-            logs.append(log)
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", __name__, json.dumps(task)],
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-        while any(process.poll() is None for process in processes):
-            if any(process.poll() for process in processes):
-                break
-            time.sleep(0.05)
-        for rank, process in enumerate(processes):
-            if process.poll():
-                logs[rank].seek(0)
-                lines = [line.strip() for line in logs[rank].read().splitlines() if line.strip()]
-                reason = next((line for line in reversed(lines) if "Error" in line or "error" in line), "")
-                raise EngineError(
-                    f"vLLM could not load the model (rank {rank}, exit code {process.returncode})",
-                    where=model,
-                    found=(reason or (lines[-1] if lines else "no message"))[:400],
-                )
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-        for rank, log in enumerate(logs):
-            log.close()
-            (out / f".log{rank}").unlink()
 
 
 def main(task: str) -> None:
     """Be one rank: load and leave; vLLM's plugin call has installed the recorder."""
     options = json.loads(task)
-    placement = Placement(options["rank"], options["tp"], options["ep"])
     with loaded_model(
-        Path(options["model"]), backend=options["backend"], placement=placement, address=options["address"]
+        Path(options["model"]),
+        backend=options["backend"],
+        placement=placement_in(options),
+        address=options["address"],
     ):
         pass
 

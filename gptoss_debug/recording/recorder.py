@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from gptoss_debug.checkpoints.config import ModelConfig
-from gptoss_debug.engines import vllm_adapter
+from gptoss_debug.engines import vllm_adapter, vllm_cpu
 from gptoss_debug.engines.environment import Environment
 from gptoss_debug.errors import RecordingError
 from gptoss_debug.files import partial_directory, write_text
@@ -72,7 +72,7 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     def __enter__(self) -> Recorder:
         """Install the hooks here and announce them to worker processes."""
-        vllm_adapter.prepare_process()
+        vllm_cpu.prepare_process()
         self.out.mkdir(parents=True, exist_ok=True)
         self._session.install()
         os.environ[VARIABLE] = json.dumps({"out": str(self.out), "layers": self._layers, "by": os.getpid()})

@@ -66,7 +66,7 @@ def box_of(view: torch.Tensor, base: torch.Tensor) -> Box | None:
     if any(start + extent > size for start, extent, size in zip(starts, extents, base.shape, strict=True)):
         return None
     box = tuple((start, start + extent) for start, extent in zip(starts, extents, strict=True))
-    return box if _elements(box) == view.numel() and _same_elements(view, base, box) else None
+    return box if elements(box) == view.numel() and _same_elements(view, base, box) else None
 
 
 def _same_elements(view: torch.Tensor, base: torch.Tensor, box: Box) -> bool:
@@ -78,7 +78,8 @@ def _same_elements(view: torch.Tensor, base: torch.Tensor, box: Box) -> bool:
     return last == corner
 
 
-def _elements(box: Box) -> int:
+def elements(box: Box) -> int:
+    """Return the number of elements in a box."""
     return prod(stop - start for start, stop in box)
 
 

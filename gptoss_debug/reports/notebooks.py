@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gptoss_debug.diagnosis.verdict import Verdict
 from gptoss_debug.engines.environment import QUIET
 from gptoss_debug.environ import variables
 from gptoss_debug.errors import GptOssDebugError
 from gptoss_debug.files import write_text
+from gptoss_debug.verdict import Verdict
 
 KERNEL = "python3"
 

@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from gptoss_debug.checkpoints.reader import Checkpoint
-from gptoss_debug.diagnosis.verdict import Outcome, Verdict
 from gptoss_debug.engines.environment import Environment
 from gptoss_debug.errors import GptOssDebugError
 from gptoss_debug.files import partial_directory, write_text
 from gptoss_debug.layouts.catalog import check_parallel
 from gptoss_debug.reports.notebooks import NotebookRun, find_notebooks, run_notebook
+from gptoss_debug.verdict import Outcome, Verdict
 
 INDEX, SUMMARY = "index.html", "summary.json"
 

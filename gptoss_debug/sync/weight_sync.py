@@ -1,0 +1,310 @@
+"""The fixed loader: stage, convert, verify, commit. A running engine gets new weights, wholly or not at all."""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import nn
+
+from gptoss_debug.checkpoints.config import ModelConfig
+from gptoss_debug.engines import vllm_reload
+from gptoss_debug.errors import GptOssDebugError, SyncError
+from gptoss_debug.sync.conversion import Converter, Replacement, Way
+from gptoss_debug.sync.stage import Expect, Stage
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What an update did on one rank.
+
+    Attributes
+    ----------
+    generation
+        The number of the weights that are live now; 0 is what the engine started with.
+    tensors
+        Checkpoint tensors that arrived.
+    parameters, derived
+        Tensors of the engine that were written: registered ones, and those that vLLM derives from them.
+    bytes
+        Their size.
+    way
+        How experts were converted: by ``chains``, or by the ``engine``'s own processing.
+    seconds
+        From the first tensor to the commit.
+    commit_seconds
+        Of the commit alone; in atomic mode this is how long the engine must stand still.
+    """
+
+    generation: int
+    tensors: int
+    parameters: int
+    derived: int
+    bytes: int
+    way: Way
+    seconds: float
+    commit_seconds: float
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return one row."""
+        return pd.DataFrame([asdict(self)])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"generation {self.generation}: {self.tensors} checkpoint tensors into {self.parameters} parameters and "
+            f"{self.derived} derived tensors ({self.bytes / 1e6:.1f} MB) in {self.seconds:.2f} s, "
+            f"{self.commit_seconds:.3f} s of it to commit"
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<p>{html.escape(str(self))}</p>"
+
+
+class WeightSync:
+    """Replaces the weights of one rank's GPT-OSS model in a running vLLM.
+
+    Tensors come under their Hugging Face names, in any order and in pieces. As soon as a layer is whole it
+    is converted, beside the engine; :meth:`commit` copies it into the engine's own storage, so captured
+    graphs and kernels go on reading where they did. Whatever is wrong or missing raises, drops the update,
+    and leaves the old weights in place.
+
+    Parameters
+    ----------
+    model
+        The engine's model on this rank.
+    config
+        Its ``VllmConfig``.
+    way
+        How experts are converted; None takes the chains where the probe agrees with them.
+    guard
+        Called with a reason when the engine must not generate (an update in place has begun), and with
+        None when it may again. Without one, updates in place are refused.
+
+    Examples
+    --------
+    >>> sync = WeightSync(model, config)              # doctest: +SKIP
+    >>> for name, tensor in trainer.state_dict().items():
+    ...     sync.put(name, tensor)
+    >>> sync.commit()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Any,
+        *,
+        way: Way | None = None,
+        guard: Callable[[str | None], None] | None = None,
+    ) -> None:
+        vllm_reload.check_reloadable(config)
+        self._model, self._config, self._way, self._guard = model, config, way, guard
+        where = str(config.model_config.model)
+        self._sizes = ModelConfig.from_dict(config.model_config.hf_config.to_dict(), where=where)
+        self._update: _Update | None = None
+        self._generation = 0
+        self._mixed = False
+
+    @property
+    def generation(self) -> int:
+        """Return the number of updates that were committed.
+
+        Raises
+        ------
+        SyncError
+            If the engine holds parts of two generations.
+        """
+        if self._mixed:
+            raise SyncError(MIXED, hint=RESYNC)
+        return self._generation
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an update has begun and is neither committed nor dropped."""
+        return self._update is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether an update is open of which nothing is missing any more."""
+        return self._update is not None and self._update.stage.is_complete
+
+    def begin(self, expect: Expect = "all", *, atomic: bool = True) -> None:
+        """Begin an update; :meth:`put` does it by itself with these defaults.
+
+        Parameters
+        ----------
+        expect
+            The names that will come: ``"all"``, or the names of a partial update.
+        atomic
+            True keeps the converted weights aside until all are verified. False writes each layer as soon
+            as it is whole, in one layer's memory, and has the engine refuse to generate until the end; if
+            such an update fails, it refuses until another one succeeds.
+
+        Raises
+        ------
+        SyncError
+            If an update is open, ``expect`` cannot be met, or ``atomic`` is false without a guard.
+        """
+        if self._update is not None:
+            raise SyncError(
+                f"an update is open already ({self._update.stage.arrived} tensors have arrived)",
+                hint="Commit or abort it first; two trainers cannot send at once.",
+            )
+        if self._mixed and expect != "all":
+            raise SyncError(MIXED, hint=RESYNC)
+        if not atomic and self._guard is None:
+            raise SyncError(
+                "an update in place needs an engine that can refuse to generate",
+                hint="Use atomic=True, or sync through SyncWorker.",
+            )
+        converter = Converter(self._model, self._config, self._sizes, self._way)
+        device = next(parameter.device for parameter in self._model.parameters())
+        self._update = _Update(Stage(self._sizes, expect, device), converter, atomic)
+
+    def put(self, name: str, tensor: torch.Tensor, at: tuple[int, ...] | None = None) -> None:
+        """Take a tensor, or with ``at`` a piece of it; see :meth:`Stage.put`.
+
+        Raises
+        ------
+        SyncError
+            If it is not what the update can use. The update is dropped.
+        """
+        if self._update is None:
+            self.begin()
+        update = self._update
+        assert update is not None
+        with self._dropping():
+            update.stage.put(name, tensor, at)
+            group = update.stage.complete_group(name)
+            if group is not False:
+                replacements = update.converter.convert(group, update.stage.take(group), update.stage.source or "bf16")
+                update.count(replacements)
+                if update.atomic:
+                    update.waiting += replacements
+                else:
+                    self._refuse()
+                    _write(replacements)
+
+    def verify(self) -> None:
+        """Check that all of the update has arrived and was converted; nothing is written yet in atomic mode.
+
+        Raises
+        ------
+        SyncError
+            Naming what is missing. The update is dropped.
+        """
+        with self._dropping():
+            if self._update is None:
+                raise SyncError(
+                    "there is no update to commit: nothing arrived",
+                    expected="all tensors of the model",
+                    hint="Send tensors with put() first.",
+                )
+            self._update.stage.check_complete()
+
+    def commit(self) -> SyncReport:
+        """Verify, make the update live, and return what was done.
+
+        Raises
+        ------
+        SyncError
+            Naming what is missing. The update is dropped.
+        """
+        self.verify()
+        update = self._update
+        assert update is not None
+        began = time.perf_counter()
+        _write(update.waiting)
+        self._generation += 1
+        self._update = None
+        self._mixed = False
+        if self._guard is not None:
+            self._guard(None)
+        now = time.perf_counter()
+        return SyncReport(
+            self._generation,
+            update.stage.arrived,
+            update.parameters,
+            update.derived,
+            update.bytes,
+            update.converter.way,
+            round(now - update.began, 6),
+            round(now - began, 6),
+        )
+
+    def abort(self) -> None:
+        """Drop the update that is open, if one is; a weight written in place stays refused."""
+        self._update = None
+
+    def update(self, weights: Iterable[tuple[str, torch.Tensor]], expect: Expect = "all") -> SyncReport:
+        """Do a whole atomic update: begin, put each tensor, commit.
+
+        Raises
+        ------
+        SyncError
+            As the three do. Whatever else the iterator raises passes through; the update is dropped then, too.
+        """
+        self.begin(expect)
+        try:
+            for name, tensor in weights:
+                self.put(name, tensor)
+            return self.commit()
+        finally:
+            self.abort()
+
+    def _refuse(self) -> None:
+        if not self._mixed:
+            self._mixed = True
+            assert self._guard is not None
+            self._guard(MIXED)
+
+    def _dropping(self) -> _Dropping:
+        return _Dropping(self)
+
+
+class _Dropping:
+    """Drops the update when the block raises."""
+
+    def __init__(self, sync: WeightSync) -> None:
+        self._sync = sync
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._sync.abort()
+            if isinstance(error, GptOssDebugError) and not isinstance(error, SyncError):
+                raise SyncError(str(error)) from error
+
+
+class _Update:
+    """An update under way."""
+
+    def __init__(self, stage: Stage, converter: Converter, atomic: bool) -> None:
+        self.stage, self.converter, self.atomic = stage, converter, atomic
+        self.waiting: list[Replacement] = []
+        self.parameters = self.derived = self.bytes = 0
+        self.began = time.perf_counter()
+
+    def count(self, replacements: list[Replacement]) -> None:
+        self.parameters += sum(r.registered for r in replacements)
+        self.derived += sum(not r.registered for r in replacements)
+        self.bytes += sum(r.new.numel() * r.new.element_size() for r in replacements)
+
+
+def _write(replacements: list[Replacement]) -> None:
+    for replacement in replacements:
+        replacement.commit()
+
+
+MIXED = "the engine holds parts of two generations of weights"
+RESYNC = "Send a whole update; the engine refuses to generate until one succeeds."
