@@ -53,6 +53,24 @@ def test_record_and_compare(tmp_path, toy):
     assert "FAULT: 192 of 192" in run("compare", out, toy_path("B")).stdout
 
 
+def test_verify_sync(tmp_path):
+    a, b = toy_path("A"), toy_path("B")
+    good = run("verify-sync", a, b, "--source", "bf16", "--no-text")
+    assert good.exit_code == 0
+    assert "OK: fixed: right in all 14 oracles (bf16 weights into a running marlin engine" in good.stdout
+    bad = run_json("verify-sync", a, b, "--loader", "reload_weights", "--no-text")
+    assert bad["verdict"] == "fault"
+    assert {"E2", "C1"} <= {finding["class_id"] for finding in bad["findings"]}
+    sinks = next(f["sentence"] for f in bad["findings"] if f["class_id"] == "E2")
+    assert "layers 0-3, attn.sinks" in sinks
+    for wrong, says in ((a, "holds the same weights as"), (tmp_path, "config.json: is missing")):
+        result = run("verify-sync", a, wrong)
+        assert result.exit_code == 2
+        assert says in result.stderr
+    run("toy", tmp_path / "bf16", "--variant", "B", "--bf16")
+    assert "has other experts than" in run("verify-sync", a, tmp_path / "bf16").stderr
+
+
 def test_explain_shapes():
     options = ("explain-shapes", "[32,192,6144]", "[32,2880,2880]", "--model", "gpt-oss-20b", "--tp", "2")
     result = run(*options)

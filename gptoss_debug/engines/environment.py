@@ -78,6 +78,7 @@ def vllm_version() -> str | None:
 
 QUIET = {
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",

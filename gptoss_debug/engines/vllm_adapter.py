@@ -63,6 +63,7 @@ def engine_args(model: Path, backend: BackendName, tp: int, **options: Any) -> d
         "disable_log_stats": True,
         "enable_prefix_caching": False,
         "max_model_len": 256,
+        "use_tqdm_on_load": False,
         **({"distributed_executor_backend": "mp"} if tp > 1 else {}),
         **options,
     }

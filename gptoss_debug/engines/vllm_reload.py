@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -35,8 +36,11 @@ def check_reloadable(config: Any) -> None:
         raise EngineError("an engine with LoRA adapters is not covered", expected="enable_lora=False")
 
 
-def blank_model(config: Any) -> nn.Module:
-    """Return the model as a cold start makes it before loading, on the meta device: no memory, no values.
+def blank_model(config: Any, device: torch.device) -> nn.Module:
+    """Return the model as a cold start makes it before loading, its parameters on the meta device: no values.
+
+    Everything else (buffers, maps of experts) is real, on ``device``. At no time is more memory taken than
+    one parameter needs.
 
     Parameters
     ----------
@@ -51,18 +55,39 @@ def blank_model(config: Any) -> nn.Module:
     config.compilation_config = copy.copy(config.compilation_config)
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
-    with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+    with set_default_torch_dtype(config.model_config.dtype), device, _parameters_on_meta():
         return initialize_model(vllm_config=config)
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Take the memory of every parameter away as soon as a module registers it."""
+    original = nn.Module.register_parameter
+
+    def register_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        original(module, name, parameter)
+        if parameter is not None and not parameter.is_meta:
+            _exchange(parameter, parameter.data.to("meta"))
+
+    nn.Module.register_parameter = register_parameter  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _exchange(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """Give a parameter other data, on another device too; it stays the same object, with its attributes."""
+    filled = torch.Tensor._make_subclass(type(parameter), data, False)
+    filled.__dict__ = dict(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, filled)
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
     """Give a blank module's own parameters zeros on a device; whatever refers to them sees them."""
     for parameter in module._parameters.values():
         if parameter is not None and parameter.is_meta:
-            zeros = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
-            filled = torch.Tensor._make_subclass(type(parameter), zeros, False)
-            filled.__dict__ = dict(parameter.__dict__)
-            torch.utils.swap_tensors(parameter, filled)
+            _exchange(parameter, torch.zeros(parameter.shape, dtype=parameter.dtype, device=device))
 
 
 def leave_experts(module: Any) -> None:
@@ -76,17 +101,19 @@ def process(module: nn.Module, config: Any, device: torch.device) -> None:
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), device:
+    with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
         process_weights_after_loading(module, config.model_config, device)
 
 
 def reload_weights(model: nn.Module, config: Any, weights: Weights) -> None:
     """Run vLLM's own reload: what ``collective_rpc("reload_weights")`` does in a worker."""
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import inplace
+    from vllm.model_executor.model_loader import reload
 
-    with set_current_vllm_config(config), torch.device(config.device_config.device):
-        inplace.reload_weights(config, model, iter(weights), None, True)
+    with set_current_vllm_config(config):
+        reload.initialize_layerwise_reload(model)
+        fill(model, weights)
+        reload.finalize_layerwise_reload(model, config.model_config)
 
 
 def load_weights(model: nn.Module, config: Any, weights: Weights) -> None:
@@ -131,6 +158,14 @@ def logger() -> Any:
     return init_logger("vllm.gptoss_debug")
 
 
+_RELOADERS = (
+    "vllm.model_executor.model_loader.reload",
+    "vllm.model_executor.model_loader.reload.layerwise",
+    "vllm.model_executor.model_loader.reload.inplace",  # vLLM 0.32
+    "vllm.v1.worker.gpu_model_runner",  # vLLM 0.26
+)
+
+
 class ReloadRoute:
     """Leads vLLM's second ``load_weights`` and its reload of GPT-OSS models elsewhere.
 
@@ -163,10 +198,11 @@ class ReloadRoute:
         self._replace(base, "initialize_model", self._initialize)
         self._replace(base, "process_weights_after_loading", self._process)
         with contextlib.suppress(ImportError):  # there since vLLM 0.16
-            from vllm.model_executor.model_loader import reload
-            from vllm.model_executor.model_loader.reload import inplace
-
-            for module in (reload, inplace):
+            from vllm.model_executor.model_loader.reload import layerwise  # noqa: F401
+        # Modules that took the two functions over by name; one that is imported later takes these.
+        for name in _RELOADERS:
+            module = sys.modules.get(name)
+            if module is not None and hasattr(module, "initialize_layerwise_reload"):
                 self._replace(module, "initialize_layerwise_reload", self._around(self._begin))
                 self._replace(module, "finalize_layerwise_reload", self._around(self._finish))
 
@@ -227,6 +263,13 @@ def refuse_requests(llm: Any, error: Exception | None) -> None:
             raise error
 
         engine["add_request"] = add_request
+
+
+@contextlib.contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Make tensors that know their version: vLLM's workers call under inference mode, whose tensors do not."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @contextlib.contextmanager

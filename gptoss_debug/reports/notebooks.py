@@ -82,7 +82,7 @@ def run_notebook(path: Path, out: Path, parameters: Mapping[str, Any]) -> Notebo
     out
         Where ``NAME.html`` and ``NAME.json`` (the verdict) go.
     parameters
-        Values for its parameters cell; ``verdict_file`` is added.
+        Values for its parameters cell, of which it takes those that it knows; ``verdict_file`` is added.
     """
     import nbformat
     import papermill
@@ -93,6 +93,8 @@ def run_notebook(path: Path, out: Path, parameters: Mapping[str, Any]) -> Notebo
     logging.getLogger("papermill").setLevel(logging.WARNING)
     verdict_file = out / f"{path.stem}.json"
     failure = None
+    known = papermill.inspect_notebook(path)
+    chosen = {name: value for name, value in parameters.items() if name in known}
     # Unix sockets need a short path, which no output directory promises to be.
     with variables(**_KERNEL_VARIABLES), tempfile.TemporaryDirectory(prefix="gptoss-") as scratch:
         executed, log = Path(scratch) / "executed.ipynb", Path(scratch) / "log"
@@ -100,7 +102,7 @@ def run_notebook(path: Path, out: Path, parameters: Mapping[str, Any]) -> Notebo
             papermill.execute_notebook(
                 path,
                 executed,
-                parameters=dict(parameters) | {"verdict_file": str(verdict_file)},
+                parameters=chosen | {"verdict_file": str(verdict_file)},
                 kernel_name=KERNEL,
                 progress_bar=False,
                 log_output=False,

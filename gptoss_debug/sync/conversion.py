@@ -67,7 +67,6 @@ class Replacement:
                     found=wanted,
                 )
 
-    @torch.no_grad()
     def commit(self) -> None:
         """Put the new values into the engine's storage."""
         if self.registered:
@@ -90,7 +89,8 @@ class Converter:
     sizes
         The model's sizes.
     way
-        How experts go. None takes the chains where one is known and the probe agrees with it.
+        How experts go. None takes the faster: on a CPU the chains, where one is known and the probe agrees
+        with it; on a GPU vLLM's own kernels.
 
     Raises
     ------
@@ -105,11 +105,13 @@ class Converter:
         self._experts = {layer.layer: layer for layer in layers}
         self._placement = vllm_adapter.placement_of(model)
         self.backend = vllm_adapter.chosen_backend(layers[0].module)
-        self.way: Way = way or choose_way(self.backend)
+        self._device = next(parameter.device for parameter in model.parameters())
+        self.way: Way = way or choose_way(self.backend, self._device)
         if self.way == "chains":
             check_chains(self.backend)
-        self._device = next(parameter.device for parameter in model.parameters())
-        self._blank = vllm_reload.blank_model(config)
+        self._blank = vllm_reload.blank_model(config, self._device)
+        # Held, so that none of their addresses is used again; what is still the same later was not derived.
+        self._untouched = {path: (tensor, _version(tensor)) for path, _, tensor in reachable_tensors(self._blank)}
         self._blank_experts = {layer.layer: layer.module for layer in vllm_adapter.expert_layers(self._blank)}
 
     def convert(self, group: Group, tensors: Mapping[str, torch.Tensor], source: Format) -> list[Replacement]:
@@ -200,6 +202,9 @@ class Converter:
         for path, kind, tensor in reachable_tensors(self._blank):
             if kind == "parameter" or tensor.untyped_storage().data_ptr() in registered:
                 continue
+            was, version = self._untouched.get(path, (None, 0))
+            if not tensor.numel() or (tensor is was and _version(tensor) == version):
+                continue
             if _owner(path, modules) not in chosen:
                 continue
             if path not in held:
@@ -220,6 +225,11 @@ class Converter:
         return [name for name in names if self._blank.get_submodule(name)._parameters]
 
 
+def _version(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written in place; what vLLM made under inference mode does not count it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _owner(path: str, modules: Mapping[str, nn.Module]) -> str | None:
     """Return the nearest module above a path that has parameters of its own."""
     while path:
@@ -236,8 +246,10 @@ def _kind(backend: str) -> catalog.Backend:
     return catalog.BACKENDS["bf16" if backend.startswith("bf16") else "raw"]
 
 
-def choose_way(backend: str) -> Way:
-    """Return ``"chains"`` for a backend whose chain the probe of the installed vLLM agrees with."""
+def choose_way(backend: str, device: torch.device) -> Way:
+    """Return ``"chains"`` on a CPU, for a backend whose chain the probe of the installed vLLM agrees with."""
+    if device.type != "cpu":
+        return "engine"
     try:
         check_chains(backend)
     except LayoutError:

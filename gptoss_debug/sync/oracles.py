@@ -204,9 +204,12 @@ class Trial:
         part, layer = _part(path), layer_of(path)
         if part is None or layer is None or part.endswith("_bias"):
             return False
-        if any(name.endswith("_blocks") for name, _ in self._sent["B"]) or (layer, part) not in self._held_b:
-            return False
         weight = part.removesuffix("_scale")
+        if (
+            any(name.endswith("_blocks") for name, _ in self._sent["B"])
+            or (layer, f"{weight}_scale") not in self._held_b
+        ):
+            return False
         prefix = path.rpartition(".")[0]
         pairs = []
         for key in (weight, f"{weight}_scale"):

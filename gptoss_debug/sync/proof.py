@@ -277,7 +277,9 @@ def _texts(
     tp: int,
     options: dict[str, Any],
 ) -> dict[Loader, Texts]:
-    os.environ.update({**QUIET, **os.environ})  # vLLM reads them when it is imported, and its workers later
+    os.environ.update(
+        {**QUIET, "VLLM_LOGGING_LEVEL": "ERROR", **os.environ}
+    )  # vLLM reads them when it is imported, and its workers later
     engine = open_engine(model_b, backend=backend, tp=tp, **options)
     try:
         tokenizer = engine.get_tokenizer()

@@ -24,7 +24,8 @@ class ModelState:
     Attributes
     ----------
     digests
-        Path -> SHA-256 of the values (with shape and dtype).
+        Path -> SHA-256 of the values, with dtype and shape; for a tensor that shares the storage of one that
+        was met before, which one that is.
     pointers
         Path -> address of the first element.
     """
@@ -45,20 +46,25 @@ def model_state(model: nn.Module) -> ModelState:
     """Digest every parameter, buffer and reachable unregistered tensor, packed weights included."""
     digests: dict[str, str] = {}
     pointers: dict[str, int] = {}
+    owners: dict[int, str] = {}
     for path, _, tensor in reachable_tensors(model):
         if path.endswith(_NOT_WEIGHTS):
             continue
+        owner = path
         if tensor.numel():
             pointers[path] = tensor.data_ptr()
-        if not path.endswith(_ADDRESSES):
-            digests[path] = _named(tensor)
+            owner = owners.setdefault(tensor.untyped_storage().data_ptr(), path)
+        if owner != path:
+            digests[path] = f"in the storage of {owner} {_form(tensor)}"
+        elif not path.endswith(_ADDRESSES):
+            digests[path] = f"{digest(tensor)} {_form(tensor)}"
     for path, tensor in packed_weights(model):
-        digests[path] = _named(tensor)
+        digests[path] = f"{digest(tensor)} {_form(tensor)}"
     return ModelState(digests, pointers)
 
 
-def _named(tensor: torch.Tensor) -> str:
-    return f"{digest(tensor)} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+def _form(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _differing(one: dict[str, str] | dict[str, int], other: dict[str, str] | dict[str, int]) -> list[str]:

@@ -14,6 +14,7 @@ from torch import nn
 
 from gptoss_debug.checkpoints.config import ModelConfig
 from gptoss_debug.engines import vllm_reload
+from gptoss_debug.engines.vllm_reload import ordinary_tensors
 from gptoss_debug.errors import GptOssDebugError, SyncError
 from gptoss_debug.sync.conversion import Converter, Replacement, Way
 from gptoss_debug.sync.stage import Expect, Stage
@@ -84,7 +85,7 @@ class WeightSync:
     config
         Its ``VllmConfig``.
     way
-        How experts are converted; None takes the chains where the probe agrees with them.
+        How experts are converted; None takes the faster, see :class:`gptoss_debug.sync.conversion.Converter`.
     guard
         Called with a reason when the engine must not generate (an update in place has begun), and with
         None when it may again. Without one, updates in place are refused.
@@ -165,7 +166,8 @@ class WeightSync:
                 "an update in place needs an engine that can refuse to generate",
                 hint="Use atomic=True, or sync through SyncWorker.",
             )
-        converter = Converter(self._model, self._config, self._sizes, self._way)
+        with ordinary_tensors():
+            converter = Converter(self._model, self._config, self._sizes, self._way)
         device = next(parameter.device for parameter in self._model.parameters())
         self._update = _Update(Stage(self._sizes, expect, device), converter, atomic)
 
@@ -181,7 +183,7 @@ class WeightSync:
             self.begin()
         update = self._update
         assert update is not None
-        with self._dropping():
+        with self._dropping(), ordinary_tensors():
             update.stage.put(name, tensor, at)
             group = update.stage.complete_group(name)
             if group is not False:
@@ -302,8 +304,10 @@ class _Update:
 
 
 def _write(replacements: list[Replacement]) -> None:
-    for replacement in replacements:
-        replacement.commit()
+    # Inside inference mode tensors of both kinds can be written in place, and the engine's may be of either.
+    with torch.inference_mode():
+        for replacement in replacements:
+            replacement.commit()
 
 
 MIXED = "the engine holds parts of two generations of weights"
