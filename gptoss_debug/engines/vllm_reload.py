@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gptoss_debug.engines.hooks import Hooks
 from gptoss_debug.engines.vllm_adapter import holds_experts, loading_module
 from gptoss_debug.errors import EngineError
 
@@ -189,36 +190,26 @@ class ReloadRoute:
         self._loaded, self._begin, self._load, self._finish = loaded, begin, load, finish
         self._ready: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._configs: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-        self._undo: list[Callable[[], None]] = []
+        self._hooks = Hooks()
         self._classes: set[type] = set()
 
     def install(self) -> None:
         """Replace the functions where vLLM looks them up."""
         base = loading_module()
-        self._replace(base, "initialize_model", self._initialize)
-        self._replace(base, "process_weights_after_loading", self._process)
+        self._hooks.wrap(base, "initialize_model", self._initialize)
+        self._hooks.wrap(base, "process_weights_after_loading", self._process)
         with contextlib.suppress(ImportError):  # there since vLLM 0.16
             from vllm.model_executor.model_loader.reload import layerwise  # noqa: F401
         # Modules that took the two functions over by name; one that is imported later takes these.
         for name in _RELOADERS:
             module = sys.modules.get(name)
             if module is not None and hasattr(module, "initialize_layerwise_reload"):
-                self._replace(module, "initialize_layerwise_reload", self._around(self._begin))
-                self._replace(module, "finalize_layerwise_reload", self._around(self._finish))
+                self._hooks.wrap(module, "initialize_layerwise_reload", self._around(self._begin))
+                self._hooks.wrap(module, "finalize_layerwise_reload", self._around(self._finish))
 
     def uninstall(self) -> None:
         """Put everything back."""
-        while self._undo:
-            self._undo.pop()()
-
-    def _replace(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return around(original, *args, **kwargs)
-
-        setattr(owner, name, wrapper)
-        self._undo.append(lambda: setattr(owner, name, original))
+        self._hooks.undo()
 
     def _initialize(self, original: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
         model = original(*args, **kwargs)
@@ -226,7 +217,7 @@ class ReloadRoute:
             self._configs[model] = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
             if type(model) not in self._classes:
                 self._classes.add(type(model))
-                self._replace(type(model), "load_weights", self._load_weights)
+                self._hooks.wrap(type(model), "load_weights", self._load_weights)
         return model
 
     def _process(self, original: Callable[..., None], model: nn.Module, *args: Any, **kwargs: Any) -> None:

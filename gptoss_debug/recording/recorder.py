@@ -22,6 +22,7 @@ from torch import nn
 from gptoss_debug.checkpoints.config import ModelConfig
 from gptoss_debug.engines import vllm_adapter, vllm_cpu
 from gptoss_debug.engines.environment import Environment
+from gptoss_debug.engines.hooks import Hooks
 from gptoss_debug.errors import RecordingError
 from gptoss_debug.files import partial_directory, write_text
 from gptoss_debug.recording.census import census
@@ -114,7 +115,7 @@ class _Session:
 
     def __init__(self, out: Path, layers: str) -> None:
         self._out, self._layers = out, find_layers(layers)
-        self._undo: list[Callable[[], None]] = []
+        self._hooks = Hooks()
         self._rows: list[LedgerRow] = []
         self._offered: list[tuple[int, str]] = []
         self._loads = 0
@@ -127,25 +128,15 @@ class _Session:
     def install(self) -> None:
         """Wrap the functions that vLLM's loader looks up."""
         module = vllm_adapter.loading_module()
-        self._replace(module, "initialize_model", self._initialize)
-        self._replace(module, "process_weights_after_loading", self._process)
+        self._hooks.wrap(module, "initialize_model", self._initialize)
+        self._hooks.wrap(module, "process_weights_after_loading", self._process)
 
     def uninstall(self) -> None:
         """Put everything back, and drop what an interrupted load left."""
-        while self._undo:
-            self._undo.pop()()
+        self._hooks.undo()
         if self._partial is not None:
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial = None
-
-    def _replace(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return around(original, *args, **kwargs)
-
-        setattr(owner, name, wrapper)
-        self._undo.append(lambda: setattr(owner, name, original))
 
     def _initialize(self, original: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
         model = original(*args, **kwargs)
@@ -157,7 +148,7 @@ class _Session:
         self._config = ModelConfig.from_dict(model_config.hf_config.to_dict(), where=self._model_path)
         if type(model) not in self._hooked:
             self._hooked.add(type(model))
-            self._replace(type(model), "load_weights", self._load)
+            self._hooks.wrap(type(model), "load_weights", self._load)
         return model
 
     def _load(

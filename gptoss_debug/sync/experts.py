@@ -145,7 +145,7 @@ class ExpertConverter:
             old = [chain.unwind(live[part][held]).values.contiguous() for part, chain in chains.items()]
             return mxfp4.encode_like(wanted, mxfp4.Mxfp4(*old))
 
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        with _workers(tensors[name].device) as pool:
             for packed in pool.map(one, range(self._count)):
                 parts[0].append(packed.codes)
                 parts[1].append(packed.scales)
@@ -153,7 +153,7 @@ class ExpertConverter:
 
     def _by_expert(self, convert: Move, source: torch.Tensor, offset: int = 0) -> torch.Tensor:
         """Convert expert by expert, so that temporaries are as small as one, and put the results together."""
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        with _workers(source.device) as pool:
             pieces = pool.map(convert, source[offset : offset + self._count].split(1))
             first = next(pieces)
             result = first.new_empty((self._count, *first.shape[1:]))
@@ -161,3 +161,8 @@ class ExpertConverter:
             for expert, piece in enumerate(pieces, start=1):
                 result[expert : expert + 1] = piece
         return result
+
+
+def _workers(device: torch.device) -> ThreadPoolExecutor:
+    """Return threads for experts, each of which holds the temporaries of one; a GPU is kept busy by one alone."""
+    return ThreadPoolExecutor(torch.get_num_threads() if device.type == "cpu" else 1)
