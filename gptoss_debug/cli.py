@@ -193,6 +193,44 @@ def compare(recording: Path, model: Path, as_json: bool) -> Verdict:
     return compare_recording(opened, checkpoint, progress=not as_json).verdict
 
 
+@main.command()
+@click.argument("recording", type=click.Path(path_type=Path))
+@click.option("--against", type=click.Path(path_type=Path), required=True, help="The checkpoint that it should hold.")
+@click.option("--previous", type=click.Path(path_type=Path), help="The checkpoint that it held before.")
+@_command
+def diagnose(recording: Path, against: Path, previous: Path | None, as_json: bool) -> Verdict:
+    """Name the cause of every expert tensor in RECORDING that is not what the checkpoint says."""
+    from gptoss_debug.diagnosis.diagnosis import diagnose_recording
+    from gptoss_debug.recording.recording import Recording
+
+    opened = Recording.open(recording)
+    checkpoint = Checkpoint.open(against)
+    checkpoint.check_values()
+    before = Checkpoint.open(previous) if previous else None
+    return diagnose_recording(opened, checkpoint, before, progress=not as_json).verdict
+
+
+@main.command()
+@click.option("--fault", "faults", multiple=True, metavar="NAME", help="A fault; again for more  [default: all]")
+@click.option("--controls", type=click.IntRange(0), default=5, show_default=True, help="Random models without a fault.")
+@_command
+def selftest(faults: tuple[str, ...], controls: int, as_json: bool) -> Verdict:
+    """Plant faults into real loads and see whether the diagnosis names each, and nothing else."""
+    from gptoss_debug.diagnosis import selftest as module
+
+    with _busy("planting faults (a minute or so)", as_json):
+        result = module.selftest(faults, controls=controls)
+    if not as_json:
+        table = Table(box=None, pad_edge=False)
+        for column in ("", "load", "kind", "expected", "found"):
+            table.add_column(column, overflow="fold")
+        for trial in result.trials:
+            mark = "[green]ok" if trial.right else "[red]WRONG"
+            table.add_row(mark, *map(escape, (trial.name, trial.kind, trial.expected, trial.found)))
+        Console(highlight=False).print(table)
+    return result.verdict
+
+
 @main.command("verify-sync")
 @click.argument("model_a", type=click.Path(path_type=Path))
 @click.argument("model_b", type=click.Path(path_type=Path))

@@ -143,3 +143,23 @@ def test_a_partial_update_refuses_what_was_not_named(config):
     stage.put("model.norm.weight", tensors(config)["model.norm.weight"])
     assert not stage.is_complete
     assert stage.complete_group("model.norm.weight") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "at", "says"),
+    [
+        (
+            "model.norm.weight",
+            None,
+            None,
+            "is no named tensor; expected a str and a torch.Tensor; found str and NoneType",
+        ),
+        (7, torch.zeros(2), None, "is no named tensor"),
+        ("model.norm.weight", torch.zeros(160), 5, "begins nowhere; expected a tuple of whole numbers; found 5"),
+    ],
+)
+def test_what_is_no_named_tensor_is_refused(config, name, tensor, at, says):
+    with pytest.raises(SyncError, match=says):
+        Stage(config, "all", CPU).put(name, tensor, at)
+    with pytest.raises(SyncError, match="is no choice of tensors"):
+        Stage(config, "model.norm.weight", CPU)

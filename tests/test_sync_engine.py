@@ -130,6 +130,29 @@ def test_the_prefix_cache_is_reset(engine, sent):
     sync_weights(engine, sent["A"])
 
 
+def test_worker_methods_answer_errors_as_values(engine, sent, tmp_path):
+    def call(*args):
+        return engine.collective_rpc("sync_call", args=args)[0]
+
+    assert call("sync_begin") == {"value": None}
+    assert "two trainers" in call("sync_begin")["error"]["hint"]
+    assert "cannot be read" in call("sync_put_file", str(tmp_path / "none"))["error"]["what"]
+    assert "sync_nonsense failed: AttributeError" in call("sync_nonsense")["error"]["what"]
+    assert call("sync_abort") == {"value": None}
+    sync_weights(engine, dict(sent["A"]))  # a state dict, too
+
+
+def test_unfinished_requests_keep_an_update_out(engine, sent):
+    from vllm import SamplingParams
+
+    engine.llm_engine.add_request("waiting", PROMPTS[0], SamplingParams(max_tokens=2))
+    with pytest.raises(SyncError, match="unfinished requests"):
+        sync_weights(engine, sent["A"])
+    while engine.llm_engine.has_unfinished_requests():
+        engine.llm_engine.step()
+    sync_weights(engine, sent["A"])
+
+
 PROGRAM = """
 import json, sys
 from gptoss_debug.checkpoints.toy import PROMPTS, toy_path

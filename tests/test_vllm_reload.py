@@ -135,9 +135,20 @@ class TestDropIn:
         name, tensor = next(tensors_of(B))
         with pytest.raises(SyncError, match="wrong shape"):
             model.load_weights([(name, tensor[:1])])
+        other = list(tensors_of(B))[5]
+        with pytest.raises(SyncError, match="belongs to an update that has failed.*begins with"):
+            model.load_weights([other])  # of an update that has failed: only its first tensor begins another
         with pytest.raises(SyncError, match="got no tensors"):
             model.load_weights([])
         model.load_weights(tensors_of(B))
+        assert model_state(model).differing(cold_b) == []
+
+    def test_a_trainer_that_starts_again_drops_what_the_dead_one_sent(self, load):
+        cold_b, model = model_state(load(B)), load(A)
+        for pair in list(tensors_of(A))[:30]:
+            model.load_weights([pair])
+        for pair in tensors_of(B):
+            model.load_weights([pair])
         assert model_state(model).differing(cold_b) == []
 
     def test_nothing_is_left_behind(self):

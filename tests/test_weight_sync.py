@@ -226,3 +226,69 @@ def test_the_kernels_own_tensors_are_the_parameters_after_a_sync(live, sent):
         assert held.w1_bias.data_ptr() == layer.module.w13_bias.data_ptr()
         assert held.w2_scale.data_ptr() == layer.module.w2_weight_scale.data_ptr()
     sync.update(tensors_of(sent["A", "bf16"]))
+
+
+def test_what_still_comes_of_a_dropped_update_is_refused(live):
+    model, cold_a, b = live
+    sync = WeightSync(model, config_of(model))
+    sync.put("lm_head.weight", b["lm_head.weight"])
+    with pytest.raises(SyncError, match="wrong shape"):
+        sync.put("model.norm.weight", b["model.norm.weight"][:3])
+    with pytest.raises(SyncError, match=r"was dropped \(model.norm.weight: has a wrong shape"):
+        sync.put("model.norm.weight", b["model.norm.weight"])
+    assert not sync.is_open
+    sync.begin()
+    sync.abort()
+    assert model_state(model).differing(cold_a) == []
+
+
+def test_an_error_while_writing_closes_the_engine(live, sent, monkeypatch):
+    from gptoss_debug.sync.conversion import Replacement
+
+    model, _, b = live
+    said = []
+    sync = WeightSync(model, config_of(model), guard=said.append)
+    for name, tensor in b.items():
+        sync.put(name, tensor)
+    real, count = Replacement.commit, iter(range(1000))
+
+    def commit(self):
+        if next(count) == 20:
+            raise MemoryError("no room")
+        real(self)
+
+    monkeypatch.setattr(Replacement, "commit", commit)
+    with pytest.raises(MemoryError):
+        sync.commit()
+    assert said == ["the engine holds parts of two generations of weights"]
+    with pytest.raises(SyncError, match="two generations"):
+        _ = sync.generation
+    monkeypatch.setattr(Replacement, "commit", real)
+    sync.update(tensors_of(sent["A", "bf16"]))
+    assert said[-1] is None
+
+
+def test_values_that_the_engines_dtype_cannot_hold_are_refused(live):
+    model, cold_a, b = live
+    sync = WeightSync(model, config_of(model))
+    large = {name: tensor.float() for name, tensor in b.items()}
+    large["model.layers.1.input_layernorm.weight"][3] = 3.4e38
+    with pytest.raises(SyncError, match=r"would hold inf at \[3\]; expected values within the range of bfloat16"):
+        sync.update(large.items())
+    assert model_state(model).differing(cold_a) == []
+
+
+def test_two_values_for_one_storage_are_refused():
+    from gptoss_debug.sync.conversion import Replacement
+    from gptoss_debug.sync.weight_sync import _Update
+
+    live_tensor = torch.zeros(4)
+    one = Replacement("embedding.weight", live_tensor, torch.ones(4), True)
+    for atomic in (True, False):
+        update = _Update(None, None, atomic, 0.0)
+        assert update.add([one]) == [one]
+        if not atomic:
+            one.commit()
+        assert update.add([replace(one, path="lm_head.weight")]) == []  # tied, and the same values
+        with pytest.raises(SyncError, match=r"lm_head.weight: shares its memory.*the values of embedding.weight"):
+            update.add([replace(one, path="lm_head.weight", new=torch.full((4,), 2.0))])

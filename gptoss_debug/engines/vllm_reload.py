@@ -10,7 +10,6 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +34,23 @@ def check_reloadable(config: Any) -> None:
         raise EngineError("pipeline parallelism is not covered", expected="pipeline_parallel_size=1")
     if getattr(config, "lora_config", None) is not None:
         raise EngineError("an engine with LoRA adapters is not covered", expected="enable_lora=False")
+
+
+def check_known_method(module: Any) -> None:
+    """Check that a layer's experts are unquantised, or GPT-OSS's own MXFP4.
+
+    Raises
+    ------
+    EngineError
+        If another quantisation method keeps them, whose tensors are not known here.
+    """
+    method = module.quant_method
+    if not hasattr(method, "mxfp4_backend") and "Unquantized" not in type(method).__name__:
+        raise EngineError(
+            "its experts are kept by a quantisation method that is not covered",
+            expected="MXFP4 as GPT-OSS has it, or unquantised",
+            found=type(method).__name__,
+        )
 
 
 def blank_model(config: Any, device: torch.device) -> nn.Module:
@@ -130,26 +146,19 @@ def fill(model: Any, weights: Weights) -> set[str]:
     return set(model.load_weights(iter(weights)))
 
 
-def agree(fine: bool) -> bool:
-    """Tell the other tensor-parallel ranks whether this one is fine, and return whether all are."""
+def agree(*fine: bool) -> tuple[bool, ...]:
+    """Tell the other tensor-parallel ranks what is so on this one, and return what is so on all.
+
+    Every rank must call this equally often, or the others wait for it.
+    """
     from vllm.distributed import parallel_state
 
     group = parallel_state.get_tp_group()
     if group.world_size == 1:
         return fine
-    flag = torch.tensor([int(fine)])
-    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    return bool(flag.item())
-
-
-def weights_on_disk(config: Any, model: nn.Module, path: Path | None = None) -> Weights:
-    """Return the tensors of the engine's checkpoint, or of another, as vLLM's loader reads them."""
-    from vllm.model_executor.model_loader import get_model_loader
-
-    model_config = copy.copy(config.model_config)
-    if path is not None:
-        model_config.model, model_config.model_weights, model_config.revision = str(path), "", None
-    return get_model_loader(config.load_config).get_all_weights(model_config, model)
+    flags = torch.tensor([int(one) for one in fine])
+    torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return tuple(bool(flag) for flag in flags)
 
 
 def logger() -> Any:
@@ -208,8 +217,9 @@ class ReloadRoute:
                 self._hooks.wrap(module, "finalize_layerwise_reload", self._around(self._finish))
 
     def uninstall(self) -> None:
-        """Put everything back."""
+        """Put everything back; a module that took a wrapper over meanwhile finds it doing nothing."""
         self._hooks.undo()
+        self._ready.clear()
 
     def _initialize(self, original: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
         model = original(*args, **kwargs)
@@ -238,6 +248,11 @@ class ReloadRoute:
             return instead(model) if model in self._ready else original(model, *args, **kwargs)
 
         return call
+
+
+def has_unfinished_requests(llm: Any) -> bool:
+    """Return whether a ``vllm.LLM`` holds requests that are not answered yet."""
+    return bool(llm.llm_engine.has_unfinished_requests())
 
 
 def refuse_requests(llm: Any, error: Exception | None) -> None:

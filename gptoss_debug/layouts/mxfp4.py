@@ -28,16 +28,6 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of codes 0 to 7; codes 8 to 15 are their negatives."""
 
 
-def _below(value: float) -> float:
-    return float(torch.nextafter(torch.tensor(value), torch.tensor(0.0)))
-
-
-# Midpoints between neighbouring magnitudes. bucketize counts the boundaries strictly below a value, so
-# a tie goes down; where ties-to-even goes up (to a code with a zero mantissa bit) the boundary is moved
-# to the float just below the midpoint.
-_BOUNDARIES = (0.25, _below(0.75), 1.25, _below(1.75), 2.5, _below(3.5), 5.0)
-
-
 def _code_table() -> torch.Tensor:
     return torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES))
 
@@ -142,11 +132,19 @@ def encode(values: torch.Tensor) -> Mxfp4:
     shift = SCALE_BIAS - biased
     half = shift // 2
     scaled = blocks * torch.exp2(half.float()).unsqueeze(-1) * torch.exp2((shift - half).float()).unsqueeze(-1)
-    magnitude = torch.bucketize(
-        scaled.abs().contiguous(), torch.tensor(_BOUNDARIES, device=values.device), out_int32=True
-    )
-    codes = (magnitude + 8 * torch.signbit(scaled)).to(torch.uint8).reshape(values.shape)
+    codes = (_magnitude(scaled.abs()) + 8 * torch.signbit(scaled)).to(torch.uint8).reshape(values.shape)
     return Mxfp4(pack_codes(codes), biased.to(torch.uint8))
+
+
+def _magnitude(scaled: torch.Tensor) -> torch.Tensor:
+    """Round to the nearest E2M1 magnitude and return its code, 0 to 7.
+
+    Magnitudes lie 0.5 apart below 2, 1 apart below 4, then 2 apart, and in each range the code is the
+    multiple of that distance plus a constant; ``round`` takes ties to the even multiple, whose mantissa bit
+    is zero.
+    """
+    small, middle, large = torch.round(2 * scaled), torch.round(scaled).add_(2), torch.round(scaled / 2).add_(4)
+    return torch.where(scaled < 2, small, torch.where(scaled < 4, middle, large)).clamp_(max=7)
 
 
 def encode_like(values: torch.Tensor, old: Mxfp4) -> Mxfp4:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from gptoss_debug.engines.vllm_reload import refuse_requests
+from gptoss_debug.engines.vllm_reload import has_unfinished_requests, refuse_requests
 from gptoss_debug.errors import SyncError
 from gptoss_debug.sync.stage import Expect
 from gptoss_debug.sync.weight_sync import MIXED, RESYNC, SyncReport
-from gptoss_debug.sync.worker import SyncWorker
+from gptoss_debug.sync.worker import ANOTHER_RANK, SyncWorker
 
 BUCKET_BYTES = 256 << 20
 """What travels to the workers at a time."""
@@ -26,7 +28,7 @@ _Piece = tuple[str, torch.Tensor, list[int] | None]
 
 def sync_weights(
     llm: Any,
-    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    named_tensors: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor],
     *,
     expect: Expect = "all",
     atomic: bool = True,
@@ -49,7 +51,7 @@ def sync_weights(
     expect, atomic
         As for :meth:`WeightSync.begin`.
     bucket_bytes
-        Size of one file; a larger tensor travels in pieces along its first axis.
+        Size of one file; a larger tensor travels in pieces along its first axis, of one row at least.
 
     Returns
     -------
@@ -58,16 +60,20 @@ def sync_weights(
     Raises
     ------
     SyncError
-        If the update is incomplete or wrong, with the first failing rank's message. The engine keeps its
-        old weights and can be synced again.
+        If the update is incomplete or wrong, or requests are unfinished. The engine keeps its old weights
+        and can be synced again. If it breaks off while weights are being written (``atomic=False``, or a
+        device error in the commit), the engine takes no requests until a whole update succeeds.
     """
-    _call(llm, "sync_begin", expect if isinstance(expect, str) else sorted(expect), atomic)
-    done = False
-    if not atomic:
-        refuse_requests(llm, SyncError(MIXED, hint=RESYNC))
+    if has_unfinished_requests(llm):
+        raise SyncError("the engine has unfinished requests", hint="Let them finish, or abort them; then sync.")
+    pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    token, done = uuid.uuid4().hex, False
+    # Whatever goes wrong from here to the end, nothing is generated from weights of which that is not known.
+    refuse_requests(llm, SyncError(MIXED, hint=RESYNC))
     try:
-        with tempfile.TemporaryDirectory(prefix="gptoss-sync-", dir=_shared_memory()) as scratch:
-            for number, bucket in enumerate(_buckets(named_tensors, bucket_bytes)):
+        _call(llm, "sync_begin", expect if isinstance(expect, str) else sorted(expect), atomic, token)
+        with tempfile.TemporaryDirectory(prefix="gptoss-sync-", dir=_shared_memory(bucket_bytes)) as scratch:
+            for number, bucket in enumerate(_buckets(pairs, bucket_bytes)):
                 file = Path(scratch) / f"{number}.safetensors"
                 save_file({str(i): tensor for i, (_, tensor, _) in enumerate(bucket)}, file)
                 places = {str(i): (name, at) for i, (name, _, at) in enumerate(bucket)}
@@ -78,12 +84,16 @@ def sync_weights(
     finally:
         if not done:
             with contextlib.suppress(Exception):  # the first failure is the one to hear of
-                _call(llm, "sync_abort")
+                _call(llm, "sync_abort", token)
                 generation(llm)  # raises where layers were written already
                 done = True
         if done:
             refuse_requests(llm, None)
-    llm.reset_prefix_cache()
+    if not llm.reset_prefix_cache():
+        raise SyncError(
+            "the new weights are live, but vLLM could not reset its prefix cache",
+            hint="Call reset_prefix_cache() when no request is running, before the next one.",
+        )
     return reports
 
 
@@ -106,12 +116,12 @@ def _call(llm: Any, name: str, *args: Any) -> list[Any]:
     extension = str(llm.llm_engine.vllm_config.parallel_config.worker_extension_cls or "")
     method = "sync_call" if extension.startswith("gptoss_debug.") else SyncWorker.sync_call
     answers: list[dict[str, Any]] = llm.collective_rpc(method, args=(name, *args))
-    for rank, answer in enumerate(answers):
-        if "error" in answer:
-            error = SyncError(**answer["error"])
-            if len(answers) > 1:
-                error.what += f" (rank {rank})"
-            raise error
+    errors = [(rank, SyncError(**answer["error"])) for rank, answer in enumerate(answers) if "error" in answer]
+    # A rank that only heard of another's trouble speaks last.
+    for rank, error in sorted(errors, key=lambda pair: pair[1].what.startswith(ANOTHER_RANK)):
+        if len(answers) > 1:
+            error.what += f" (rank {rank})"
+        raise error
     return [answer["value"] for answer in answers]
 
 
@@ -142,5 +152,8 @@ def _pieces(name: str, tensor: torch.Tensor, limit: int) -> Iterator[_Piece]:
         yield name, tensor[start : start + rows].detach().cpu().clone().contiguous(), [start] + [0] * (tensor.ndim - 1)
 
 
-def _shared_memory() -> str | None:
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+def _shared_memory(bucket_bytes: int) -> str | None:
+    """Return the directory of shared memory, if there is one that is large enough (containers have small ones)."""
+    shared = "/dev/shm"
+    fits = os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > 2 * bucket_bytes
+    return shared if fits else None

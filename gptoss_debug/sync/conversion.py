@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gptoss_debug.checkpoints.config import ModelConfig
-from gptoss_debug.checkpoints.names import Format, layer_of
+from gptoss_debug.checkpoints.names import FLOATS, Format, layer_of
 from gptoss_debug.engines import vllm_adapter, vllm_reload
 from gptoss_debug.engines.environment import release, vllm_version
 from gptoss_debug.errors import GptOssDebugError, LayoutError, SyncError
@@ -67,6 +67,22 @@ class Replacement:
                     found=wanted,
                 )
 
+    def check_finite(self) -> None:
+        """Check that no parameter became NaN or infinite in the engine's dtype.
+
+        Raises
+        ------
+        SyncError
+            Naming the first such element.
+        """
+        if self.registered and self.new.dtype in FLOATS and not torch.isfinite(self.new).all():
+            where = (~torch.isfinite(self.new)).nonzero()[0].tolist()
+            raise SyncError(
+                f"would hold {self.new[tuple(where)].item()} at {where}",
+                where=self.path,
+                expected=f"values within the range of {str(self.new.dtype).removeprefix('torch.')}",
+            )
+
     def commit(self) -> None:
         """Put the new values into the engine's storage."""
         if self.registered:
@@ -105,6 +121,7 @@ class Converter:
         self._experts = {layer.layer: layer for layer in layers}
         self._placement = vllm_adapter.placement_of(model)
         self.backend = vllm_adapter.chosen_backend(layers[0].module)
+        vllm_reload.check_known_method(layers[0].module)
         self._device = next(parameter.device for parameter in model.parameters())
         self.way: Way = way or choose_way(self.backend, self._device)
         if self.way == "chains":
@@ -140,6 +157,7 @@ class Converter:
         found += self._by_engine(group, others, with_experts=self.way == "engine" and bool(experts))
         for replacement in found:
             replacement.check()
+            replacement.check_finite()
         return found
 
     def _by_engine(
@@ -156,7 +174,7 @@ class Converter:
         try:
             with vllm_reload.current_config(self._config), torch.no_grad():
                 # vLLM zeroes a down_proj bias that it was given on every rank but the first: it gets a copy.
-                given = [(name, tensor.clone()) for name, tensor in tensors.items()]
+                given = [(n, t.clone() if n.endswith("down_proj_bias") else t) for n, t in tensors.items()]
                 loaded = vllm_reload.fill(self._blank, given)
             for name in self._roots(group):
                 vllm_reload.process(self._blank.get_submodule(name), self._config, self._device)
@@ -170,8 +188,14 @@ class Converter:
                 where=f"layer {group}" if group is not None else "outside the layers",
             ) from error
         yield from self._replacements(modules, loaded)
-        for module in modules.values():  # what was not taken over is let go
+
+    def release(self, group: Group) -> None:
+        """Let go of what the blank model still holds of a group that was written."""
+        for _, module in self._modules(group):
             module._parameters.clear()
+            for name in ("quant_method", "cpu_linear", "impl"):
+                if hasattr(module, name):
+                    setattr(module, name, None)
 
     def _replacements(self, modules: Mapping[str, nn.Module], loaded: set[str]) -> Iterator[Replacement]:
         """Pair the blank model's tensors with the engine's: parameters, and what was derived from them."""

@@ -47,13 +47,13 @@ def _fixed(model: nn.Module, config: Any, weights: Weights) -> None:
         # The model must not be kept alive by its own entry.
         _SYNCS[model] = WeightSync(cast(nn.Module, weakref.proxy(model)), config)
     sync = _SYNCS[model]
-    sync.begin()
     try:
+        sync.begin()
         for name, tensor in weights:
             sync.put(name, tensor)
-    except BaseException:
+    except Exception:
         sync.abort()
-        vllm_reload.agree(False)
+        vllm_reload.agree(False)  # the other ranks ask this when they commit
         raise
     commit_together(sync)
 

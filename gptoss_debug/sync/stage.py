@@ -63,6 +63,8 @@ class Stage:
             "mxfp4": expected_tensors(config, "mxfp4"),
             "bf16": expected_tensors(config, "bf16"),
         }
+        if isinstance(expect, str) and expect != "all":
+            raise SyncError("is no choice of tensors", where=repr(expect), expected='"all", or a list of names')
         self._expect = None if isinstance(expect, str) else frozenset(expect)
         self._staged: dict[str, _Staged] = {}
         self._taken: set[str] = set()
@@ -90,6 +92,13 @@ class Stage:
             If the name is unknown, was not expected, or arrived before; if shape or dtype do not fit, or
             a value is NaN or infinite.
         """
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            kinds = f"{type(name).__name__} and {type(tensor).__name__}"
+            raise SyncError(
+                "is no named tensor", where=repr(name)[:80], expected="a str and a torch.Tensor", found=kinds
+            )
+        if at is not None and not (isinstance(at, tuple) and all(type(index) is int for index in at)):
+            raise SyncError("begins nowhere", where=name, expected="a tuple of whole numbers", found=repr(at)[:80])
         spec = self._spec(name)
         box = self._box(name, tensor, spec, at)
         if tensor.dtype not in spec.dtypes:
@@ -165,6 +174,11 @@ class Stage:
             found=f"{arrived}",
             hint="Send a whole update, or say by `expect` which tensors a partial one brings.",
         )
+
+    @property
+    def whole_model(self) -> bool:
+        """Whether all of the model's tensors are expected."""
+        return self._expect is None
 
     @property
     def is_complete(self) -> bool:

@@ -8,6 +8,8 @@ from typing import Literal
 
 import torch
 
+from gptoss_debug.checkpoints.names import layer_of
+
 Tensors = Sequence[tuple[str, torch.Tensor]]
 Expected = Literal["loaded", "refused", "either"]
 
@@ -44,8 +46,13 @@ def _interrupted(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
     raise Interrupted("the trainer died in the middle of its update")
 
 
+def _last(tensors: Tensors, ending: str) -> str:
+    """Return the last layer's tensor whose name ends so."""
+    return max((n for n, _ in tensors if n.endswith(ending)), key=lambda name: layer_of(name) or 0)
+
+
 def _missing(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-    left_out = next(name for name, _ in tensors if name.endswith("layers.1.mlp.experts.gate_up_proj_bias"))
+    left_out = _last(tensors, "mlp.experts.gate_up_proj_bias")
     return ((name, tensor) for name, tensor in tensors if name != left_out)
 
 
@@ -57,20 +64,21 @@ def _duplicated(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _misshapen(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    cut = _last(tensors, "mlp.experts.down_proj_bias")
     for name, tensor in tensors:
-        yield name, tensor[..., :-1].contiguous() if name.endswith("layers.1.mlp.experts.down_proj_bias") else tensor
+        yield name, tensor[..., :-1].contiguous() if name == cut else tensor
 
 
 def _not_finite(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    spoilt = _last(tensors, "self_attn.sinks")
     for name, tensor in tensors:
-        if name.endswith("layers.1.self_attn.sinks"):
-            tensor = torch.full_like(tensor, torch.nan)
-        yield name, tensor
+        yield name, torch.full_like(tensor, torch.nan) if name == spoilt else tensor
 
 
 def _renamed(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    renamed = _last(tensors, "self_attn.o_proj.bias")
     for name, tensor in tensors:
-        yield name.replace("layers.1.self_attn.o_proj.bias", "layers.1.self_attn.out_proj.bias"), tensor
+        yield name.replace("o_proj", "out_proj") if name == renamed else name, tensor
 
 
 STREAMS: tuple[Stream, ...] = (

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import html
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -37,7 +38,7 @@ class SyncReport:
     way
         How experts were converted: by ``chains``, or by the ``engine``'s own processing.
     seconds
-        From the first tensor to the commit.
+        From the beginning of the update to the end of the commit.
     commit_seconds
         Of the commit alone; in atomic mode this is how long the engine must stand still.
     """
@@ -111,8 +112,10 @@ class WeightSync:
         where = str(config.model_config.model)
         self._sizes = ModelConfig.from_dict(config.model_config.hf_config.to_dict(), where=where)
         self._update: _Update | None = None
+        self._device = next(parameter.device for parameter in model.parameters())
         self._generation = 0
         self._mixed = False
+        self._dropped: str | None = None
 
     @property
     def generation(self) -> int:
@@ -153,6 +156,8 @@ class WeightSync:
         ------
         SyncError
             If an update is open, ``expect`` cannot be met, or ``atomic`` is false without a guard.
+        EngineError, LayoutError
+            If the engine is one whose weights cannot be replaced here.
         """
         if self._update is not None:
             raise SyncError(
@@ -161,6 +166,8 @@ class WeightSync:
             )
         if self._mixed and expect != "all":
             raise SyncError(MIXED, hint=RESYNC)
+        began = time.perf_counter()
+        self._dropped = None
         if not atomic and self._guard is None:
             raise SyncError(
                 "an update in place needs an engine that can refuse to generate",
@@ -168,8 +175,7 @@ class WeightSync:
             )
         with ordinary_tensors():
             converter = Converter(self._model, self._config, self._sizes, self._way)
-        device = next(parameter.device for parameter in self._model.parameters())
-        self._update = _Update(Stage(self._sizes, expect, device), converter, atomic)
+        self._update = _Update(Stage(self._sizes, expect, self._device), converter, atomic, began)
 
     def put(self, name: str, tensor: torch.Tensor, at: tuple[int, ...] | None = None) -> None:
         """Take a tensor, or with ``at`` a piece of it; see :meth:`Stage.put`.
@@ -179,6 +185,8 @@ class WeightSync:
         SyncError
             If it is not what the update can use. The update is dropped.
         """
+        if self._dropped is not None:
+            raise SyncError(f"the update was dropped ({self._dropped})", hint="Begin a new one, or abort this one.")
         if self._update is None:
             self.begin()
         update = self._update
@@ -188,15 +196,17 @@ class WeightSync:
             group = update.stage.complete_group(name)
             if group is not False:
                 replacements = update.converter.convert(group, update.stage.take(group), update.stage.source or "bf16")
-                update.count(replacements)
-                if update.atomic:
-                    update.waiting += replacements
-                else:
+                replacements = update.add(replacements)
+                if not update.atomic:
                     self._refuse()
                     _write(replacements)
+                    update.converter.release(group)
+            self._wait()
 
     def verify(self) -> None:
-        """Check that all of the update has arrived and was converted; nothing is written yet in atomic mode.
+        """Check that all of the update has arrived, and reaches all of the engine's parameters that it should.
+
+        Nothing is written yet in atomic mode.
 
         Raises
         ------
@@ -211,6 +221,16 @@ class WeightSync:
                     hint="Send tensors with put() first.",
                 )
             self._update.stage.check_complete()
+            if self._update.stage.whole_model:
+                named = [name for name, _ in self._model.named_parameters()]
+                left = [name for name in named if name not in self._update.paths]
+                if left:
+                    raise SyncError(
+                        f"vLLM's loader made nothing of the update for {len(left)} parameters",
+                        where=left[0],
+                        expected=f"{len(named)} parameters",
+                        found=len(named) - len(left),
+                    )
 
     def commit(self) -> SyncReport:
         """Verify, make the update live, and return what was done.
@@ -224,13 +244,22 @@ class WeightSync:
         update = self._update
         assert update is not None
         began = time.perf_counter()
-        _write(update.waiting)
+        # An error of the device from here on leaves some tensors new and some old, and must not be served.
+        self._mixed = True
+        try:
+            _write(update.waiting)
+            self._wait()
+        except BaseException as error:
+            if self._guard is not None:
+                self._guard(MIXED)
+            self._drop(error)
+            raise
+        now = time.perf_counter()
         self._generation += 1
-        self._update = None
         self._mixed = False
         if self._guard is not None:
             self._guard(None)
-        now = time.perf_counter()
+        self.abort()
         return SyncReport(
             self._generation,
             update.stage.arrived,
@@ -243,8 +272,14 @@ class WeightSync:
         )
 
     def abort(self) -> None:
-        """Drop the update that is open, if one is; a weight written in place stays refused."""
-        self._update = None
+        """Drop the update that is open, if one is, and let its memory go; weights written in place stay refused."""
+        update, self._update, self._dropped = self._update, None, None
+        if update is not None:
+            update.waiting.clear()
+            if self._device.type == "cuda":
+                # vLLM's modules refer to themselves, so only the collector frees what the update held.
+                del update
+                gc.collect()
 
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], expect: Expect = "all") -> SyncReport:
         """Do a whole atomic update: begin, put each tensor, commit.
@@ -261,6 +296,17 @@ class WeightSync:
             return self.commit()
         finally:
             self.abort()
+
+    def _drop(self, error: BaseException) -> None:
+        """Drop the update because of an error; what still comes of it is refused until a new one begins."""
+        if self._update is not None:
+            self.abort()
+            self._dropped = (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+    def _wait(self) -> None:
+        """Wait for a GPU: tensors come from, and go to, streams that this one knows nothing of."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _refuse(self) -> None:
         if not self._mixed:
@@ -283,7 +329,7 @@ class _Dropping:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self._sync.abort()
+            self._sync._drop(error)
             if isinstance(error, GptOssDebugError) and not isinstance(error, SyncError):
                 raise SyncError(str(error)) from error
 
@@ -291,16 +337,43 @@ class _Dropping:
 class _Update:
     """An update under way."""
 
-    def __init__(self, stage: Stage, converter: Converter, atomic: bool) -> None:
-        self.stage, self.converter, self.atomic = stage, converter, atomic
+    def __init__(self, stage: Stage, converter: Converter, atomic: bool, began: float) -> None:
+        self.stage, self.converter, self.atomic, self.began = stage, converter, atomic, began
         self.waiting: list[Replacement] = []
+        self.paths: set[str] = set()
         self.parameters = self.derived = self.bytes = 0
-        self.began = time.perf_counter()
+        self._targets: dict[tuple[int, int, tuple[int, ...]], Replacement] = {}
 
-    def count(self, replacements: list[Replacement]) -> None:
-        self.parameters += sum(r.registered for r in replacements)
-        self.derived += sum(not r.registered for r in replacements)
-        self.bytes += sum(r.new.numel() * r.new.element_size() for r in replacements)
+    def add(self, replacements: list[Replacement]) -> list[Replacement]:
+        """Take replacements in, and return them without those whose storage is written already.
+
+        Raises
+        ------
+        SyncError
+            If two of them would write different values to one storage.
+        """
+        fresh = []
+        for one in replacements:
+            self.paths.add(one.path)
+            live = one.live
+            key = (live.untyped_storage().data_ptr(), int(live.storage_offset()), tuple(live.shape))
+            known = self._targets.get(key) if live.numel() else None
+            if known is not None:
+                if not torch.equal(known.new if self.atomic else known.live, one.new):
+                    raise SyncError(
+                        "shares its memory with another tensor, and the update has other values for it",
+                        where=one.path,
+                        expected=f"the values of {known.path}",
+                    )
+                continue
+            self._targets[key] = one if self.atomic else replace(one, new=one.live)
+            fresh.append(one)
+        self.parameters += sum(r.registered for r in fresh)
+        self.derived += sum(not r.registered for r in fresh)
+        self.bytes += sum(r.new.numel() * r.new.element_size() for r in fresh)
+        if self.atomic:
+            self.waiting += fresh
+        return fresh
 
 
 def _write(replacements: list[Replacement]) -> None:

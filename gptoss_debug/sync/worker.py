@@ -7,28 +7,58 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import safe_open
+from safetensors import SafetensorError, safe_open
 
 from gptoss_debug.engines import vllm_reload
 from gptoss_debug.errors import GptOssDebugError, SyncError
 from gptoss_debug.sync.stage import Expect
-from gptoss_debug.sync.weight_sync import WeightSync
+from gptoss_debug.sync.weight_sync import SyncReport, WeightSync
+
+ANOTHER_RANK = "another rank cannot "
+"""How the error of a rank begins that could go on itself."""
 
 
 class SyncWorker:
     """Extends vLLM's worker: ``LLM(..., worker_extension_cls="gptoss_debug.sync.SyncWorker")``.
 
-    Every method can be called from any framework by ``collective_rpc(name, args=(...))``. All ranks get
-    the same calls. One update is ``sync_begin``, then ``sync_put`` or ``sync_put_file`` for each tensor,
-    then ``sync_commit``, which makes it live on all ranks or on none; ``sync_abort`` drops it.
+    Any framework calls ``collective_rpc("sync_call", args=(name, ...))``, which reaches every method below on
+    all ranks and returns errors as values (vLLM's executors mix up later answers after an exception). One
+    update is ``sync_begin``, then ``sync_put_file`` for each bucket, then ``sync_commit``, which makes it live
+    on all ranks or on none; ``sync_abort`` drops it. ``sync_put`` takes a tensor, from code that runs in
+    the worker: vLLM's calls between processes do not carry tensors.
 
     vLLM keeps the prefix cache where no worker can reach it: call ``reset_prefix_cache()`` on the engine
     after a commit (``sync_weights`` does).
     """
 
-    def sync_begin(self, expect: Expect = "all", atomic: bool = True) -> None:
-        """Begin an update; see :meth:`WeightSync.begin`."""
-        sync_of(self).begin(expect, atomic=atomic)
+    def sync_begin(self, expect: Expect = "all", atomic: bool = True, token: str = "") -> None:
+        """Begin an update on all ranks or none; see :meth:`WeightSync.begin`.
+
+        Parameters
+        ----------
+        expect, atomic
+            As there.
+        token
+            Whose update it is, for :meth:`sync_abort`.
+
+        Raises
+        ------
+        SyncError
+            As there, or because another rank cannot begin.
+        """
+        sync = sync_of(self)
+        failure: GptOssDebugError | None = None
+        try:
+            sync.begin(expect, atomic=atomic)
+        except GptOssDebugError as error:
+            failure = error
+        (together,) = vllm_reload.agree(failure is None)
+        if failure is not None:
+            raise failure
+        if not together:
+            sync.abort()
+            raise SyncError(ANOTHER_RANK + "begin the update", hint="Its own error says why.")
+        self._gptoss_token = token
 
     def sync_put(self, name: str, tensor: torch.Tensor, at: tuple[int, ...] | None = None) -> None:
         """Take a tensor or a piece of one; see :meth:`WeightSync.put`."""
@@ -45,10 +75,17 @@ class SyncWorker:
             Key in the file -> name, and where a piece begins; None when the keys are the names.
         """
         sync = sync_of(self)
-        with safe_open(Path(path), framework="pt") as handle:
-            for key in places if places is not None else handle.keys():
-                name, at = places[key] if places is not None else (key, None)
-                sync.put(name, handle.get_tensor(key), None if at is None else tuple(at))
+        try:
+            with safe_open(Path(path), framework="pt") as handle:
+                keys = list(handle.keys()) if places is None else list(places)
+                for key in keys:
+                    name, at = places[key] if places is not None else (key, None)
+                    sync.put(name, handle.get_tensor(key), None if at is None else tuple(at))
+        except (OSError, SafetensorError) as error:
+            sync.abort()
+            raise SyncError(
+                f"cannot be read ({error})", where=path, expected="a safetensors file on this machine"
+            ) from None
 
     def sync_commit(self) -> dict[str, Any]:
         """Make the update live on all ranks, or raise and leave all as they were; return the report.
@@ -60,9 +97,10 @@ class SyncWorker:
         """
         return commit_together(sync_of(self)).to_json()
 
-    def sync_abort(self) -> None:
-        """Drop the update that is open, if one is."""
-        sync_of(self).abort()
+    def sync_abort(self, token: str | None = None) -> None:
+        """Drop the update that is open, if one is; with a token, only if it began with that."""
+        if token is None or getattr(self, "_gptoss_token", None) == token:
+            sync_of(self).abort()
 
     def sync_generation(self) -> int:
         """Return the number of updates that were committed."""
@@ -80,10 +118,14 @@ class SyncWorker:
             return {"value": getattr(SyncWorker, name)(self, *args)}
         except GptOssDebugError as error:
             return {"error": error.to_json()}
+        except Exception as error:  # one rank's exception would leave the other ranks' answers in the queue
+            sync_of(self).abort()
+            what = f"{name} failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            return {"error": SyncError(what).to_json()}
 
 
 def sync_of(worker: Any) -> WeightSync:
-    """Return a worker's :class:`WeightSync`; there is one for each engine and rank."""
+    """Return a worker's :class:`WeightSync`, made when it is first asked for."""
     if "_gptoss_sync" not in vars(worker):
         runner = worker.model_runner
         worker._gptoss_sync = WeightSync(
@@ -93,19 +135,19 @@ def sync_of(worker: Any) -> WeightSync:
     return found
 
 
-def commit_together(sync: WeightSync) -> Any:
+def commit_together(sync: WeightSync) -> SyncReport:
     """Commit when every rank can; see :meth:`SyncWorker.sync_commit`."""
     failure: GptOssDebugError | None = None
     try:
         sync.verify()
     except GptOssDebugError as error:
         failure = error
-    together = vllm_reload.agree(failure is None)
+    (together,) = vllm_reload.agree(failure is None)
     if failure is not None:
         raise failure
     if not together:
         sync.abort()
-        raise SyncError("another rank cannot commit the update", hint="Its own error says why; nothing was changed.")
+        raise SyncError(ANOTHER_RANK + "commit the update", hint="Its own error says why; nothing was changed.")
     return sync.commit()
 
 
