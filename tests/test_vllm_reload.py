@@ -136,7 +136,7 @@ class TestDropIn:
         with pytest.raises(SyncError, match="wrong shape"):
             model.load_weights([(name, tensor[:1])])
         other = list(tensors_of(B))[5]
-        with pytest.raises(SyncError, match="belongs to an update that has failed.*begins with"):
+        with pytest.raises(SyncError, match=r"belongs to an update that has failed.*begins with"):
             model.load_weights([other])  # of an update that has failed: only its first tensor begins another
         with pytest.raises(SyncError, match="got no tensors"):
             model.load_weights([])

@@ -115,9 +115,8 @@ def encode(values: torch.Tensor) -> Mxfp4:
             expected=f"a multiple of {BLOCK}",
             found=values.shape[-1],
         )
-    blocks = values.float().unflatten(-1, (values.shape[-1] // BLOCK, BLOCK))
-    amax = blocks.abs().amax(dim=-1)
-    if not torch.isfinite(amax).all():
+    packed = [_encode(piece) for piece in _pieces(values)]
+    if any(piece is None for piece in packed):
         where = (~torch.isfinite(values)).nonzero()[0].tolist()
         raise LayoutError(
             "cannot be quantised to MXFP4",
@@ -125,6 +124,27 @@ def encode(values: torch.Tensor) -> Mxfp4:
             expected="a finite value",
             found=values[tuple(where)].item(),
         )
+    codes = torch.cat([piece.codes for piece in packed if piece is not None])
+    scales = torch.cat([piece.scales for piece in packed if piece is not None])
+    return Mxfp4(codes.view(*values.shape[:-1], -1), scales.view(*values.shape[:-1], -1))
+
+
+_AT_ONCE = 1 << 18
+"""Elements, 1 MiB of float32: the passes over them then run in a CPU's cache."""
+
+
+def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the rows of a tensor in pieces that fit a CPU's cache; on a GPU all of them at once."""
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    return rows.split(max(1, _AT_ONCE // max(1, rows.shape[-1]))) if tensor.device.type == "cpu" else (rows,)
+
+
+def _encode(values: torch.Tensor) -> Mxfp4 | None:
+    """Quantise rows ``[N, K]``; None if one holds NaN or infinity."""
+    blocks = values.float().unflatten(-1, (values.shape[-1] // BLOCK, BLOCK))
+    amax = blocks.abs().amax(dim=-1)
+    if not torch.isfinite(amax).all():
+        return None
     # frexp gives amax = m * 2 ** e with m in [0.5, 1), so floor(log2(amax)) = e - 1, exactly.
     exponent = torch.frexp(amax).exponent - 1 - E2M1_MAX_EXPONENT
     biased = torch.where(amax > 0, exponent + SCALE_BIAS, 0).clamp(0, SCALE_NAN - 1)
@@ -167,13 +187,25 @@ def encode_like(values: torch.Tensor, old: Mxfp4) -> Mxfp4:
     new = encode(values)
     if torch.equal(new.codes, old.codes) and torch.equal(new.scales, old.scales):
         return new
-    decoded = old.decode()
+    groups = (values, *(tensor.contiguous() for tensor in (new.codes, new.scales, old.codes, old.scales)))
+    # Rows are cut alike in all five; the width of a row differs, so the cut goes by the values.
+    counts = [len(piece) for piece in _pieces(values)]
+    rows = [tensor.reshape(-1, tensor.shape[-1]).split(counts) for tensor in groups]
+    kept = [_keep(*piece) for piece in zip(*rows, strict=True)]
+    codes, scales = (torch.cat([getattr(piece, name) for piece in kept]) for name in ("codes", "scales"))
+    return Mxfp4(codes.view(new.codes.shape), scales.view(new.scales.shape))
+
+
+def _keep(
+    values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, old_codes: torch.Tensor, old_scales: torch.Tensor
+) -> Mxfp4:
+    """Return new rows, with the old bytes of blocks that stand for the same values."""
     bits = torch.int32  # -0.0 is another value than 0.0
-    same = (decoded.view(bits) == values.float().contiguous().view(bits)).unflatten(-1, (-1, BLOCK)).all(dim=-1)
-    codes = torch.where(
-        same.unsqueeze(-1), old.codes.unflatten(-1, (-1, BLOCK // 2)), new.codes.unflatten(-1, (-1, BLOCK // 2))
-    )
-    return Mxfp4(codes.flatten(-2), torch.where(same, old.scales, new.scales))
+    decoded = decode(old_codes, old_scales).view(bits)
+    same = (decoded == values.float().contiguous().view(bits)).unflatten(-1, (-1, BLOCK)).all(dim=-1)
+    kept, fresh = (tensor.unflatten(-1, (-1, BLOCK // 2)) for tensor in (old_codes, codes))
+    chosen = torch.where(same.unsqueeze(-1), kept, fresh).flatten(-2)
+    return Mxfp4(chosen, torch.where(same, old_scales, scales))
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
