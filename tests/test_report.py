@@ -151,7 +151,7 @@ def test_bad_input_leaves_no_report(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "file"]
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("seconds", [0.0, 1.5])
 def test_ctrl_c_leaves_no_partial_report(tmp_path, seconds):
     process = subprocess.Popen(
         [sys.executable, "-m", "gptoss_debug", "report", "--out", str(tmp_path / "out")],

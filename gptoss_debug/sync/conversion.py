@@ -192,10 +192,16 @@ class Converter:
     def release(self, group: Group) -> None:
         """Let go of what the blank model still holds of a group that was written."""
         for _, module in self._modules(group):
-            module._parameters.clear()
-            for name in ("quant_method", "cpu_linear", "impl"):
-                if hasattr(module, name):
-                    setattr(module, name, None)
+            _empty(module)
+
+    def close(self) -> None:
+        """Let go of all that the blank model holds; it can convert nothing more.
+
+        vLLM's modules refer to themselves, so the model itself waits for the garbage collector.
+        """
+        self._untouched.clear()
+        for module in self._blank.modules():
+            _empty(module)
 
     def _replacements(self, modules: Mapping[str, nn.Module], loaded: set[str]) -> Iterator[Replacement]:
         """Pair the blank model's tensors with the engine's: parameters, and what was derived from them."""
@@ -252,6 +258,14 @@ class Converter:
 def _version(tensor: torch.Tensor) -> int:
     """Return how often a tensor was written in place; what vLLM made under inference mode does not count it."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _empty(module: nn.Module) -> None:
+    """Take a blank module's tensors away, and the kernels that hold what was derived from them."""
+    module._parameters.clear()
+    for name in ("quant_method", "cpu_linear", "impl"):
+        if hasattr(module, name):
+            setattr(module, name, None)
 
 
 def _owner(path: str, modules: Mapping[str, nn.Module]) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import html
 import time
 from collections.abc import Callable, Iterable
@@ -276,10 +275,7 @@ class WeightSync:
         update, self._update, self._dropped = self._update, None, None
         if update is not None:
             update.waiting.clear()
-            if self._device.type == "cuda":
-                # vLLM's modules refer to themselves, so only the collector frees what the update held.
-                del update
-                gc.collect()
+            update.converter.close()
 
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], expect: Expect = "all") -> SyncReport:
         """Do a whole atomic update: begin, put each tensor, commit.
