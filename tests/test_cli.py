@@ -49,6 +49,9 @@ def test_record_and_compare(tmp_path, toy):
     wrong = run_json("compare", out, toy_path("B"))
     assert wrong["verdict"] == "fault"
     assert {finding["part"] for finding in wrong["findings"]} >= {"w13_weight", "w2_bias"}
+    named = run_json("diagnose", out, "--against", toy_path("B"), "--previous", toy.path)
+    assert {(f["class_id"], *f["layers"]) for f in named["findings"]} == {("E2", 0)}
+    assert any("only digests were kept" in item for item in named["not_checked"])
     assert run("record", toy.path, "--out", out).exit_code == 2
     assert "FAULT: 192 of 192" in run("compare", out, toy_path("B")).stdout
 

@@ -52,12 +52,7 @@ class SyncWorker:
             sync.begin(expect, atomic=atomic)
         except GptOssDebugError as error:
             failure = error
-        (together,) = vllm_reload.agree(failure is None)
-        if failure is not None:
-            raise failure
-        if not together:
-            sync.abort()
-            raise SyncError(ANOTHER_RANK + "begin the update", hint="Its own error says why.")
+        _raise_together(sync, failure, "begin the update")
         self._gptoss_token = token
 
     def sync_put(self, name: str, tensor: torch.Tensor, at: tuple[int, ...] | None = None) -> None:
@@ -142,13 +137,18 @@ def commit_together(sync: WeightSync) -> SyncReport:
         sync.verify()
     except GptOssDebugError as error:
         failure = error
+    _raise_together(sync, failure, "commit the update")
+    return sync.commit()
+
+
+def _raise_together(sync: WeightSync, failure: GptOssDebugError | None, doing: str) -> None:
+    """Raise on every rank if one has failed; nothing was changed on any."""
     (together,) = vllm_reload.agree(failure is None)
     if failure is not None:
         raise failure
     if not together:
         sync.abort()
-        raise SyncError(ANOTHER_RANK + "commit the update", hint="Its own error says why; nothing was changed.")
-    return sync.commit()
+        raise SyncError(ANOTHER_RANK + doing, hint="Its own error says why; nothing was changed.")
 
 
 def _guard(runner: Any, reason: str | None) -> None:
