@@ -23,7 +23,7 @@ from gptoss_debug.checkpoints.toy import PROMPTS, toy_path, write_toy
 from gptoss_debug.engines.environment import Environment
 from gptoss_debug.errors import GptOssDebugError
 from gptoss_debug.layouts.catalog import BackendName, check_parallel, default_backend
-from gptoss_debug.sync.loaders import Loader
+from gptoss_debug.sync.loaders import LOADERS, Loader
 from gptoss_debug.verdict import EXIT_CODES, Verdict
 
 Command = Callable[..., Verdict | tuple[Verdict, str]]
@@ -238,7 +238,7 @@ def selftest(faults: tuple[str, ...], controls: int, as_json: bool) -> Verdict:
     "--loader",
     "loaders",
     multiple=True,
-    type=click.Choice(["fixed", "reload_weights", "load_weights"]),
+    type=click.Choice(LOADERS),
     help="Which loader; again for more  [default: fixed]",
 )
 @click.option(

@@ -292,12 +292,12 @@ def _compare_expert(result: PartResult, live: torch.Tensor, expected: torch.Tens
     packed = result.part.endswith("_weight") and live.dtype == torch.uint8
     elements = live.numel() * (2 if packed else 1)
     known = asdict(result) | {"compared": elements}
-    if torch.equal(_bits(live), _bits(expected)):
+    if torch.equal(bits(live), bits(expected)):
         status: Status = "padding not zero" if result.dirty_padding else "exact"
         return PartResult(**known | {"status": status})
     if packed:
         live, expected = mxfp4.unpack_codes(live), mxfp4.unpack_codes(expected)
-    differing = (_bits(live) != _bits(expected)).nonzero()
+    differing = (bits(live) != bits(expected)).nonzero()
     first = tuple(differing[0].tolist())
     return PartResult(
         **known
@@ -311,7 +311,8 @@ def _compare_expert(result: PartResult, live: torch.Tensor, expected: torch.Tens
     )
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes as integers of the same width, so that -0.0 is not 0.0 and NaN equals itself."""
     views = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     return tensor.contiguous().view(views[tensor.element_size()])
 

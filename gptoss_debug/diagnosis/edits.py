@@ -159,9 +159,8 @@ def variants(step: Step) -> Iterator[tuple[str, Step]]:
 
 def _extras(part: Part) -> Iterator[tuple[str, str, Step]]:
     """Yield operations that belong in no chain, but happen."""
-    axes = "e (i two)" + (" k" if not part.endswith("_bias") else "")
     if part.startswith("w13"):
-        rest = axes.removeprefix("e (i two)")
+        rest = "" if part.endswith("_bias") else " k"
         yield (
             "gate and up rows were put in two halves in place of interleaved",
             "B3",

@@ -14,6 +14,7 @@ import torch
 
 from gptoss_debug.checkpoints.names import Part
 from gptoss_debug.checkpoints.reader import Checkpoint
+from gptoss_debug.diagnosis.compare import bits
 from gptoss_debug.diagnosis.edits import Edit, edits, pairs, result_of
 from gptoss_debug.errors import LayoutError
 from gptoss_debug.layouts.chain import Chain
@@ -100,7 +101,7 @@ def explain(case: Case, hints: tuple[Edit, ...] = (), budget: float = 5.0) -> tu
     live = case.live
     if live.shape != right.shape or live.dtype != right.dtype:
         return _misshapen(case, right), None
-    wrong = _bits(live) != _bits(right)
+    wrong = bits(live) != bits(right)
     count = int(wrong.sum())
     if not count:
         return Cause("none", "nothing is wrong", 1.0, 0), None
@@ -130,14 +131,17 @@ def _hypotheses(
     def judge(candidate: torch.Tensor | None, class_id: str, words: str) -> Cause | None:
         if candidate is None or candidate.shape != live.shape or candidate.dtype != live.dtype:
             return None
-        same = _bits(candidate) == _bits(live)
+        same = bits(candidate) == bits(live)
         hit = int((same & wrong).sum())
         whole = bool(same.all())
         return Cause(class_id, words, hit / count, count, None if whole else _rows(case, wrong))
 
+    def of(edit: Edit, source: torch.Tensor) -> Cause | None:
+        return judge(result_of(edit, source), edit.class_id, edit.cause)
+
     source = case.source()
     for edit in hints:
-        if (cause := judge(result_of(edit, source), edit.class_id, edit.cause)) is not None:
+        if (cause := of(edit, source)) is not None:
             yield cause, edit
     if live.dtype.is_floating_point and live.dtype.itemsize == 2 and not torch.isfinite(live.float()).all():
         yield Cause("I1", "it holds NaN or infinity", 1.0, count, _rows(case, wrong)), None
@@ -149,7 +153,7 @@ def _hypotheses(
             yield kept, None
     if (zeros := judge(torch.zeros_like(live), "E1", "it was never written: it is zero")) is not None:
         yield zeros, None
-    yield from ((cause, edit) for edit in edits(case.part, case.chain) if (cause := _of(edit, source, judge)))
+    yield from ((cause, edit) for edit in edits(case.part, case.chain) if (cause := of(edit, source)))
     shift = _scale_shift(case, live, right)
     if shift is not None:
         yield replace(shift, wrong=count), None
@@ -161,13 +165,13 @@ def _hypotheses(
     if case.previous is not None:
         old = case.source(of=case.previous)
         for edit in edits(case.part, case.chain):
-            if cause := _of(edit, old, judge):
+            if cause := of(edit, old):
                 yield replace(cause, words=f"{cause.words}, on the previous checkpoint's values"), edit
     end = time.monotonic() + budget
     for edit in pairs(case.part, case.chain):
         if time.monotonic() > end:
             return
-        if cause := _of(edit, source, judge):
+        if cause := of(edit, source):
             yield cause, edit
 
 
@@ -175,18 +179,14 @@ def _with_alternatives(case: Case, cause: Cause, found: Edit) -> Cause:
     """Add the other edits that give the same bytes: a permutation that is its own inverse, left out or done twice."""
     if found.depth > 1 or "previous" in cause.words:
         return cause
-    result = result_of(found, case.source())
+    source = case.source()
+    result = result_of(found, source)
     words = [cause.words]
     for edit in edits(case.part, case.chain):
-        other = result_of(edit, case.source()) if edit.cause != found.cause else None
+        other = result_of(edit, source) if edit.cause != found.cause else None
         if other is not None and result is not None and other.shape == result.shape and _same(other, result):
             words.append(edit.cause)
     return replace(cause, words=", or ".join(words) + (" (the same values)" if len(words) > 1 else ""))
-
-
-def _of(edit: Edit, source: torch.Tensor, judge: object) -> Cause | None:
-    found: Cause | None = judge(result_of(edit, source), edit.class_id, edit.cause)  # type: ignore[operator]
-    return found
 
 
 def _elsewhere(case: Case) -> Iterator[tuple[int, int]]:
@@ -198,7 +198,7 @@ def _elsewhere(case: Case) -> Iterator[tuple[int, int]]:
 def _padding_only(case: Case, right: torch.Tensor) -> Cause | None:
     """Return the cause if only padding is wrong."""
     unwound, wanted = case.chain.unwind(case.live), case.chain.unwind(right)
-    if unwound.dirty and torch.equal(_bits(unwound.values), _bits(wanted.values)):
+    if unwound.dirty and torch.equal(bits(unwound.values), bits(wanted.values)):
         return Cause("C1", "its padding is not zero", 1.0, 0)
     return None
 
@@ -207,7 +207,7 @@ def _scale_shift(case: Case, live: torch.Tensor, right: torch.Tensor) -> Cause |
     """Return the cause if every scale that is wrong is off by the same power of two."""
     if not case.part.endswith("_scale"):
         return None
-    off = _bits(live).int() - _bits(right).int()
+    off = bits(live).int() - bits(right).int()
     kinds = off[off != 0].unique()
     if len(kinds) != 1:
         return None
@@ -247,9 +247,4 @@ def _rows(case: Case, wrong: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(_bits(one), _bits(other))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    views = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    return tensor.contiguous().view(views[tensor.element_size()])
+    return torch.equal(bits(one), bits(other))

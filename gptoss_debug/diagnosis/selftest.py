@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pandas as pd
 import torch
@@ -27,7 +27,7 @@ from gptoss_debug.diagnosis.diagnosis import Diagnosis, diagnose_recording
 from gptoss_debug.diagnosis.faults import FAULTS, Fault, fault
 from gptoss_debug.engines.environment import Environment
 from gptoss_debug.engines.ranks import placement_in, run_ranks
-from gptoss_debug.engines.vllm_adapter import joined_rank, loaded_model
+from gptoss_debug.engines.vllm_adapter import Load, joined_rank, loaded_model
 from gptoss_debug.files import write_text
 from gptoss_debug.layouts.catalog import Placement
 from gptoss_debug.recording.recorder import VARIABLE, Recorder
@@ -152,7 +152,7 @@ def _judge(one: Fault, diagnosis: Diagnosis) -> Trial:
     return Trial(one.name, "fault", f"{one.class_id} ...{one.words}...", "; ".join(said)[:200] or "nothing", right)
 
 
-def _controls(number: int, work: Path) -> Iterable[Trial]:
+def _controls(number: int, work: Path, load: Load) -> Iterable[Trial]:
     """Load models of random sizes in which nothing is wrong."""
     chance = random.Random(number)
     base = Checkpoint.open(toy_path("A")).config
@@ -170,9 +170,9 @@ def _controls(number: int, work: Path) -> Iterable[Trial]:
         )
         place = work / f"control{index}"
         write_random_checkpoint(place / "clean", config, seed=index)
-        yield _control(name, "clean", place / "clean", place / "clean", place)
+        yield _control(name, "clean", place / "clean", place / "clean", place, load)
         floats = _between(place / "clean", place, config, index)
-        yield _control(name, "rounded", place / "rounded", floats, place)
+        yield _control(name, "rounded", place / "rounded", floats, place, load)
 
 
 def _between(model: Path, place: Path, config: ModelConfig, seed: int) -> Path:
@@ -192,16 +192,13 @@ def _between(model: Path, place: Path, config: ModelConfig, seed: int) -> Path:
     return place / "floats"
 
 
-def _control(name: str, kind: Kind, model: Path, against: Path, place: Path) -> Trial:
+def _control(name: str, kind: Kind, model: Path, against: Path, place: Path, load: Load) -> Trial:
     recorder = Recorder(place / f"recording-{kind}")
     with recorder:
-        _LOAD[0](model)
+        load(model)
     diagnosis = diagnose_recording(recorder.recording, Checkpoint.open(against), progress=False)
     right = diagnosis.verdict.verdict == "ok" and not diagnosis.findings
     return Trial(name, kind, "nothing", "nothing" if right else diagnosis.verdict.headline, right)
-
-
-_LOAD: list[Any] = []
 
 
 def main(task: str) -> None:
@@ -217,7 +214,6 @@ def main(task: str) -> None:
     work = Path(options["out"])
     trials = []
     with joined_rank(model, address=options["address"]) as load:
-        _LOAD[:] = [load]
         gc.freeze()  # vLLM collects garbage twice in each load
         for name in options["faults"]:
             one = fault(name)
@@ -225,7 +221,7 @@ def main(task: str) -> None:
             with recorder, one.plant():
                 load(model)
             trials.append(_judge(one, _diagnose(recorder.recording)))
-        trials += _controls(options["controls"], work)
+        trials += _controls(options["controls"], work, load)
     write_text(work / "trials.json", json.dumps([asdict(trial) for trial in trials]))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gptoss_debug.checkpoints.names import SCALE_OF, WEIGHTS, Part, layer_of
+from gptoss_debug.checkpoints.names import PARTS, Part, layer_of
 from gptoss_debug.checkpoints.reader import Checkpoint
 from gptoss_debug.engines import vllm_adapter
 from gptoss_debug.engines.ranks import placement_in
@@ -56,8 +56,9 @@ class Trial:
     def __init__(
         self, load: Load, a: Path, b: Path, sent_a: Tensors, sent_b: Tensors, loader: Loader, rank: int
     ) -> None:
-        self._load, self._a, self._b, self._loader, self._rank = load, a, b, loader, rank
+        self._load, self._a, self._loader, self._rank = load, a, loader, rank
         self._sent = {"A": sent_a, "B": sent_b}
+        self._sizes = Checkpoint.open(b).config
         cold = load(b)
         self._cold_b, self._held_b = model_state(cold), _expert_values(cold)
         self._model = load(a)
@@ -120,8 +121,7 @@ class Trial:
         refused = self._give(self._sent["B"])
         if refused is not None:
             return self._raised(WRITTEN, refused)
-        differing = model_state(self._model).differing(self._cold_b)
-        differing = [path for path in differing if not self._same_value(path)]
+        differing = self._not_b(model_state(self._model))
         kept = [path for path in differing if self._full_of_sentinels(path)]
         findings = self._findings(
             WRITTEN,
@@ -233,8 +233,7 @@ class Trial:
         kind = catalog.backend(backend)
         placement = vllm_adapter.placement_of(self._model)
         local = Placement() if placement.expert_parallel else placement
-        sizes = Checkpoint.open(self._b).config
-        return catalog.chain_for(part, "mxfp4" if kind.quantised else "bf16", kind, sizes, local)
+        return catalog.chain_for(part, "mxfp4" if kind.quantised else "bf16", kind, self._sizes, local)
 
     def _dirty(self, oracle: str) -> tuple[Finding, ...]:
         found = []
@@ -285,8 +284,7 @@ def _kind(error: Exception | None) -> str:
 def _part(path: str) -> Part | None:
     """Return the expert tensor that a path names, if it names one."""
     last = path.rpartition(".")[2]
-    names = {part for weight in WEIGHTS for part in (weight, SCALE_OF[weight], weight.replace("weight", "bias"))}
-    return last if ".experts." in path and last in names else None  # type: ignore[return-value]
+    return next((part for part in PARTS if part == last), None) if ".experts." in path else None
 
 
 def _expert_values(model: nn.Module) -> dict[tuple[int, Part], torch.Tensor]:
